@@ -1,0 +1,48 @@
+"""How a write joins the residual stream. One file a family; nothing here knows a transformer. Needs torch only."""
+
+from mainstem.connections._base import (
+    AffineStep,
+    Connection,
+    Context,
+    ParameterGroup,
+    Properties,
+    Scheme,
+    Stream,
+    Trunk,
+)
+from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
+from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
+from mainstem.connections.no_residual import NoResidual, NoResidualConnection
+from mainstem.connections.post_norm import PostNorm, PostNormConnection
+from mainstem.connections.pre_norm import PreNorm, PreNormConnection
+from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
+from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
+
+__all__ = [
+    "SCHEMES",
+    "AffineStep",
+    "Connection",
+    "Context",
+    "DeepNorm",
+    "DeepNormConnection",
+    "NoResidual",
+    "NoResidualConnection",
+    "NormConfig",
+    "ParameterGroup",
+    "PostNorm",
+    "PostNormConnection",
+    "PreNorm",
+    "PreNormConnection",
+    "Properties",
+    "ReorderedNorm",
+    "ReorderedNormConnection",
+    "SandwichNorm",
+    "SandwichNormConnection",
+    "Scheme",
+    "Stream",
+    "Trunk",
+    "frozen_norm",
+    "make_scheme",
+    "scheme_names",
+]

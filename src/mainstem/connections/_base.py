@@ -1,0 +1,192 @@
+"""The interface every residual connection implements.
+
+A connection is an affine step with coefficients::
+
+    stream' = carry(stream) + inject(update) [+ offset]       update = branch(read(stream))
+
+     stream ──┬─────────────── carry ────────────(+)──► stream'
+              │                                   ▲
+              └── read ──► branch ──► update ── inject
+
+``read`` and ``write`` are what a model runs; ``linearize`` gives the same step with its coefficients frozen,
+so that the final state is an exact sum over everything that was ever written: the ledger.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+from torch import Tensor, nn
+
+from mainstem.connections._norms import NormConfig
+from mainstem.errors import ConfigError
+
+Stream: TypeAlias = Tensor | tuple[Tensor, ...]
+"""``[batch, pos, width]``, or ``[batch, pos, n, width]`` for n streams, or a tuple of tensors (history)."""
+
+Context: TypeAlias = Tensor | tuple[Tensor, ...] | None
+"""Whatever ``read`` worked out that ``write`` needs again, such as dynamic write weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AffineStep:
+    """One sublayer's step with its coefficients frozen at the values of one forward pass.
+
+    Invariant: ``carry(stream) + inject(update) + offset == write(stream, update, context)``.
+
+    Attributes:
+        carry: linear map Stream -> Stream: what the step keeps of what was known.
+        inject: linear map ``[batch, pos, width]`` -> Stream: how what was learned is added.
+        offset: Stream added whatever the stream and the update are (a norm's bias), or None.
+    """
+
+    carry: Callable[[Stream], Stream]
+    inject: Callable[[Tensor], Stream]
+    offset: Stream | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Properties:
+    """What a scheme promises; the conformance suite proves each of these.
+
+    Attributes:
+        equals_pre_norm_at_start: the freshly built stack computes what plain Pre-LN computes.
+        start_distance: relative Frobenius distance from plain Pre-LN of the final-normed output of the suite's
+            reference stack (24 sublayers, width 64, same branch weights, fp64). 0.0 where it is equal.
+        num_streams: parallel streams; 1 is the plain ``[batch, pos, width]``.
+        has_history: the stream is a tuple that grows with depth.
+        num_norms: norms a sublayer owns.
+        traffic: elements of ``width`` moved per token and sublayer on the residual path alone, counting each
+            read and write once; a plain add is 3 (read two, write one).
+    """
+
+    equals_pre_norm_at_start: bool
+    start_distance: float
+    num_streams: int = 1
+    has_history: bool = False
+    num_norms: int = 1
+    traffic: float = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are trained alike.
+
+    Attributes:
+        parameters: the parameters, none of which is in another group of the same module.
+        lr_multiplier: factor on the base learning rate.
+        weight_decay: whether weight decay applies.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    lr_multiplier: float = 1.0
+    weight_decay: bool = False
+
+
+class Connection(nn.Module, abc.ABC):
+    """Joins one sublayer to the stream and owns that sublayer's norms."""
+
+    @abc.abstractmethod
+    def read(self, stream: Stream) -> tuple[Tensor, Context]:
+        """Return what the branch sees, ``[batch, pos, width]``, and the context for :meth:`write`."""
+
+    @abc.abstractmethod
+    def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
+        """Return the new stream from the old one and the branch's output ``[batch, pos, width]``."""
+
+    @abc.abstractmethod
+    def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
+        """Return the step that :meth:`write` would make, with its coefficients frozen."""
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Partition this connection's parameters; norms, and so all of them here, are not decayed."""
+        parameters = tuple(self.parameters())
+        return [ParameterGroup(parameters)] if parameters else []
+
+    def forward(self, stream: Stream, branch: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Stream:
+        """Run ``branch`` (any module ``[batch, pos, width]`` -> the same) inside this connection."""
+        read, context = self.read(stream)
+        return self.write(stream, branch(read, *args, **kwargs), context)
+
+
+class Trunk(nn.Module):
+    """A whole stack's connections, with the way into the stream and out of it.
+
+    ``expand`` turns the embedding into the stream; ``connections[i]`` joins sublayer ``i``; ``collapse`` turns
+    the last stream into ``[batch, pos, width]``; ``final_norm`` is what the scheme wants before the head
+    (the identity where the stream is already normed). This class is the single-stream trunk.
+    """
+
+    def __init__(self, connections: Sequence[Connection], final_norm: nn.Module):
+        super().__init__()
+        self.connections = nn.ModuleList(connections)
+        self.final_norm = final_norm
+
+    def expand(self, x: Tensor) -> Stream:
+        """``[batch, pos, width]`` -> Stream. Linear."""
+        return x
+
+    def collapse(self, stream: Stream) -> Tensor:
+        """Stream -> ``[batch, pos, width]``, before the final norm."""
+        assert isinstance(stream, Tensor)
+        return stream
+
+    def linearize_collapse(self, stream: Stream) -> Callable[[Stream], Tensor]:
+        """Return ``collapse`` as a linear map with its coefficients frozen at ``stream``."""
+        return self.collapse
+
+    def release_connections(self) -> list[Connection]:
+        """Hand the connections over to a caller that registers each inside its own block.
+
+        FSDP and per-block compile wrap a block together with its connections, so a transformer owns them there;
+        the trunk keeps the way in, the way out and the final norm.
+        """
+        connections = [c for c in self.connections if isinstance(c, Connection)]
+        del self.connections
+        return connections
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme(abc.ABC):
+    """Builds the connections of a whole stack. A scheme is data: options in fields, no tensors."""
+
+    name: ClassVar[str]
+    properties: ClassVar[Properties]
+
+    @abc.abstractmethod
+    def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:
+        """Build the connection of sublayer ``index`` (0-based) out of ``num_sublayers``."""
+
+    def build_final_norm(self, *, width: int, norm: NormConfig) -> nn.Module:
+        """Build the norm before the head."""
+        return norm.build(width)
+
+    def build(self, *, width: int, num_sublayers: int, norm: NormConfig | None = None) -> Trunk:
+        """Build the trunk.
+
+        Args:
+            width: size of the stream's last dimension.
+            num_sublayers: attention and feed-forward sublayers together (a 96-block transformer has 192; a
+                parallel block is one sublayer).
+            norm: kind and epsilon of the norms; RMSNorm with 1e-6 when not given.
+
+        Raises:
+            ConfigError: width or num_sublayers is not positive.
+        """
+        if width < 1 or num_sublayers < 1:
+            raise ConfigError(
+                f"{self.name} was asked for width={width} and num_sublayers={num_sublayers}; both must be at least 1."
+            )
+        norm = norm or NormConfig()
+        connections = [
+            self.build_connection(index=i, width=width, num_sublayers=num_sublayers, norm=norm)
+            for i in range(num_sublayers)
+        ]
+        return Trunk(connections, self.build_final_norm(width=width, norm=norm))
+
+    def branch_init_scale(self, num_sublayers: int) -> float:
+        """Factor the scheme wants on the initial value, output and feed-forward matrices of every branch."""
+        return 1.0

@@ -1,0 +1,43 @@
+"""Schemes by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mainstem.connections._base import Scheme
+from mainstem.connections.deep_norm import DeepNorm
+from mainstem.connections.no_residual import NoResidual
+from mainstem.connections.post_norm import PostNorm
+from mainstem.connections.pre_norm import PreNorm
+from mainstem.connections.reordered_norm import ReorderedNorm
+from mainstem.connections.sandwich_norm import SandwichNorm
+from mainstem.errors import ConfigError
+
+SCHEMES: dict[str, type[Scheme]] = {
+    scheme.name: scheme for scheme in (NoResidual, PreNorm, PostNorm, SandwichNorm, ReorderedNorm, DeepNorm)
+}
+
+
+def scheme_names() -> list[str]:
+    """Return the names that :func:`make_scheme` takes."""
+    return sorted(SCHEMES)
+
+
+def make_scheme(name: str, **options: Any) -> Scheme:
+    """Return the scheme called ``name`` with the given options.
+
+    Raises:
+        ConfigError: no scheme has that name, or it has no such option.
+    """
+    if name not in SCHEMES:
+        raise ConfigError(f"no connection is called {name!r}; choose one of: {', '.join(scheme_names())}.")
+    scheme = SCHEMES[name]
+    known = {field.name for field in dataclasses.fields(scheme)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(
+            f"connection {name!r} has no option {', '.join(unknown)}; "
+            f"its options are: {', '.join(sorted(known)) or 'none'}."
+        )
+    return scheme(**options)
