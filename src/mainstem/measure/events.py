@@ -1,0 +1,129 @@
+"""What a reducer is handed while a model runs, and what a reducer is."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The tokens of one forward pass.
+
+    Attributes:
+        mask: ``[batch, pos]`` bool, True for a real token, False for padding (on either side).
+        token_ids: ``[batch, pos]`` int64, or None for a model that reads no tokens.
+        first_sequence: number of the first row among all sequences of the text, so that a finding can name its window.
+    """
+
+    mask: Tensor
+    token_ids: Tensor | None = None
+    first_sequence: int = 0
+
+    @functools.cached_property
+    def position(self) -> Tensor:
+        """``[batch, pos]`` int64: place of each token in its own sequence, 0-based; -1 for padding."""
+        return torch.where(self.mask, self.mask.long().cumsum(-1) - 1, -1)
+
+    @functools.cached_property
+    def is_first(self) -> Tensor:
+        """``[batch, pos]`` bool: the first real token of each sequence."""
+        return self.position == 0
+
+    @functools.cached_property
+    def is_last(self) -> Tensor:
+        """``[batch, pos]`` bool: the last real token of each sequence."""
+        return self.mask & (self.position == self.mask.sum(-1, keepdim=True) - 1)
+
+    @functools.cached_property
+    def is_rest(self) -> Tensor:
+        """``[batch, pos]`` bool: real tokens that are not the first."""
+        return self.mask & ~self.is_first
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """One thing that was added to the stream.
+
+    Attributes:
+        kind: ``"attn"``, ``"cross_attn"``, ``"mlp"``, ``"mixer"`` or ``"other"``.
+        value: what was added, after any norm or scale on it, in the stream's shape.
+    """
+
+    kind: str
+    value: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class SublayerEvent:
+    """One join: ``after = carried + sum(writes)``.
+
+    Attributes:
+        index: number of the sublayer in the model, 0-based.
+        carried: what the sublayer kept of the stream. For the plain residual it is the stream itself; zero-size
+            ideas do not occur: None where nothing was carried (no residual).
+        writes: what was added; two for a parallel block.
+        after: the joined sum, ``[batch, pos, width]`` or ``[batch, pos, n, width]``.
+    """
+
+    index: int
+    carried: Tensor | None
+    writes: tuple[Write, ...]
+    after: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockEvent:
+    """One block, as soon as its last sublayer has written.
+
+    Attributes:
+        block: number of the block, 0-based; the events of one pass come in ascending order, without gaps.
+        num_blocks: how many blocks the model has.
+        before: state of the stream before the block (``resid_pre``), ``[batch, pos, width]`` or
+            ``[batch, pos, n, width]``, in the model's dtype.
+        sublayers: the block's joins, in order.
+        after: state after the block (``resid_post``), before any final norm. Equal to the last sublayer's ``after``
+            where the stream itself is not normed or scaled.
+        batch: the tokens.
+    """
+
+    block: int
+    num_blocks: int
+    before: Tensor
+    sublayers: tuple[SublayerEvent, ...]
+    after: Tensor
+    batch: Batch
+
+    def writes(self, kind: str) -> list[Tensor]:
+        """Return the values of all writes of one kind in this block."""
+        return [w.value for s in self.sublayers for w in s.writes if w.kind == kind]
+
+
+class Reducer(abc.ABC):
+    """Turns events into a result that does not grow with the number of tokens.
+
+    ``update`` is called once a block and pass; ``end_pass`` once a pass, after the last block. ``merge`` adds
+    another reducer of the same construction, as if its events had been seen here: the figures are the same as one
+    process would give, up to fp64 rounding. A reducer must not keep or change a tensor it is handed.
+    """
+
+    @abc.abstractmethod
+    def update(self, event: BlockEvent) -> None:
+        """Take in one block."""
+
+    def end_pass(self, batch: Batch) -> None:
+        """Take in that one forward pass is complete."""
+        return None
+
+    @abc.abstractmethod
+    def merge(self, other: Self) -> None:
+        """Add what ``other`` has seen."""
+
+    @abc.abstractmethod
+    def result(self) -> Any:
+        """Return the figures so far, as a dataclass or a dict of plain numbers and lists."""
