@@ -1,4 +1,7 @@
-"""How a write joins the residual stream. One file a family; nothing here knows a transformer. Needs torch only."""
+"""How a write joins the residual stream. One file a family; nothing here knows a transformer.
+
+Needs torch only.
+"""
 
 from mainstem.connections._base import (
     AffineStep,
@@ -10,7 +13,8 @@ from mainstem.connections._base import (
     Stream,
     Trunk,
 )
-from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
+from mainstem.connections._parameters import parameter_groups
 from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
@@ -42,7 +46,9 @@ __all__ = [
     "Scheme",
     "Stream",
     "Trunk",
+    "UnitOffsetRMSNorm",
     "frozen_norm",
     "make_scheme",
+    "parameter_groups",
     "scheme_names",
 ]

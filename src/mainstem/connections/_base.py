@@ -54,13 +54,16 @@ class Properties:
 
     Attributes:
         equals_pre_norm_at_start: the freshly built stack computes what plain Pre-LN computes.
-        start_distance: relative Frobenius distance from plain Pre-LN of the final-normed output of the suite's
-            reference stack (24 sublayers, width 64, same branch weights, fp64). 0.0 where it is equal.
+        start_distance: relative Frobenius distance from plain Pre-LN of the final-normed output of the
+            suite's reference stack (``tests/connections/reference_stack.py``: 24 sublayers, width 64,
+            RMSNorm, fp64, causal branches with N(0, 1/fan_in) matrices, the same for every scheme, so
+            without ``branch_init_scale``), mean over ten seeds. 0.0 where it is equal.
         num_streams: parallel streams; 1 is the plain ``[batch, pos, width]``.
         has_history: the stream is a tuple that grows with depth.
         num_norms: norms a sublayer owns.
-        traffic: elements of ``width`` moved per token and sublayer on the residual path alone, counting each
-            read and write once; a plain add is 3 (read two, write one).
+        traffic: elements moved per token and sublayer, in units of ``width``, by one fused
+            :meth:`Connection.write`: each tensor it reads and each it makes counted once. A plain add is 3
+            (reads two, makes one).
     """
 
     equals_pre_norm_at_start: bool
@@ -115,9 +118,9 @@ class Connection(nn.Module, abc.ABC):
 class Trunk(nn.Module):
     """A whole stack's connections, with the way into the stream and out of it.
 
-    ``expand`` turns the embedding into the stream; ``connections[i]`` joins sublayer ``i``; ``collapse`` turns
-    the last stream into ``[batch, pos, width]``; ``final_norm`` is what the scheme wants before the head
-    (the identity where the stream is already normed). This class is the single-stream trunk.
+    ``expand`` turns the embedding into the stream; ``connections[i]`` joins sublayer ``i``; ``collapse``
+    turns the last stream into ``[batch, pos, width]``; ``final_norm`` is what the scheme wants before the
+    head (the identity where the stream is already normed). This class is the single-stream trunk.
     """
 
     def __init__(self, connections: Sequence[Connection], final_norm: nn.Module):
@@ -141,8 +144,8 @@ class Trunk(nn.Module):
     def release_connections(self) -> list[Connection]:
         """Hand the connections over to a caller that registers each inside its own block.
 
-        FSDP and per-block compile wrap a block together with its connections, so a transformer owns them there;
-        the trunk keeps the way in, the way out and the final norm.
+        FSDP and per-block compile wrap a block together with its connections, so a transformer owns them
+        there; the trunk keeps the way in, the way out and the final norm.
         """
         connections = [c for c in self.connections if isinstance(c, Connection)]
         del self.connections
@@ -178,7 +181,8 @@ class Scheme(abc.ABC):
         """
         if width < 1 or num_sublayers < 1:
             raise ConfigError(
-                f"{self.name} was asked for width={width} and num_sublayers={num_sublayers}; both must be at least 1."
+                f"{self.name} was asked for width={width} and num_sublayers={num_sublayers}; "
+                "both must be at least 1."
             )
         norm = norm or NormConfig()
         connections = [
@@ -190,3 +194,12 @@ class Scheme(abc.ABC):
     def branch_init_scale(self, num_sublayers: int) -> float:
         """Factor the scheme wants on the initial value, output and feed-forward matrices of every branch."""
         return 1.0
+
+    def output_init_scale(self, num_sublayers: int) -> float:
+        """Further factor on the matrix that makes the update (attention output, feed-forward down).
+
+        ``num_sublayers ** -0.5`` where writes add up, so that their sum over the stack has the size of one
+        (GPT-2, Radford et al. 2019, section 2.3); 1 in schemes that norm or replace the stream at every
+        write.
+        """
+        return num_sublayers**-0.5

@@ -15,11 +15,13 @@ from mainstem.connections._norms import NormConfig, frozen_norm
 class DeepNormConnection(Connection):
     """``x' = N(carry_scale * x + F(x))`` with ``carry_scale = num_sublayers ** (1/4)``.
 
-    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm; ``carry_scale`` is a buffer, not
-    a Python number, so that one compiled block serves every depth. Cost: one addition, one product, one norm.
-    Source: Wang et al. 2022 (arXiv 2203.00555), figure 2, decoder-only row: ``alpha = (2L)^(1/4)`` for L blocks of
-    two sublayers, and the value, output and feed-forward matrices times ``beta = (8L)^(-1/4)`` at initialisation
-    (:meth:`DeepNorm.branch_init_scale`). Stated here in sublayers, S = 2L. Not the plain residual at the start.
+    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm; ``carry_scale`` is a
+    buffer, not a Python number, so that one compiled block serves every depth. Cost: one addition, one
+    product, one norm.
+    Source: Wang et al. 2022 (arXiv 2203.00555), figure 2, decoder-only row: ``alpha = (2L)^(1/4)`` for L
+    blocks of two sublayers, and the value, output and feed-forward matrices times ``beta = (8L)^(-1/4)`` at
+    initialisation (:meth:`DeepNorm.branch_init_scale`). Stated here in sublayers, S = 2L. Not the plain
+    residual at the start.
     """
 
     carry_scale: Tensor
@@ -56,7 +58,7 @@ class DeepNorm(Scheme):
     """DeepNorm for a decoder-only or encoder-only stack (``"deep_norm"``)."""
 
     name: ClassVar[str] = "deep_norm"
-    properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=1.4)
+    properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=0.58)
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:
         """Build one; all are alike."""
@@ -69,3 +71,7 @@ class DeepNorm(Scheme):
     def branch_init_scale(self, num_sublayers: int) -> float:
         """``beta = (4 * num_sublayers) ** (-1/4)``, which is the paper's ``(8L)^(-1/4)``."""
         return (4 * num_sublayers) ** -0.25
+
+    def output_init_scale(self, num_sublayers: int) -> float:
+        """Writes are damped by ``branch_init_scale`` alone."""
+        return 1.0

@@ -15,9 +15,10 @@ from mainstem.connections._norms import NormConfig
 class NoResidualConnection(Connection):
     """``x' = F(N(x))``: nothing is carried.
 
-    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: no addition.
-    Source: the lower control arm of Dong, Cordonnier and Loukas 2021 (arXiv 2103.03404), which shows that attention
-    without skips collapses to rank one with depth. Not the plain residual at the start.
+    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: no addition; the
+    update is the new stream, so nothing is moved.
+    Source: the lower control arm of Dong, Cordonnier and Loukas 2021 (arXiv 2103.03404), which shows that
+    attention without skips collapses to rank one with depth. Not the plain residual at the start.
     """
 
     def __init__(self, norm: nn.Module):
@@ -52,9 +53,13 @@ class NoResidual(Scheme):
 
     name: ClassVar[str] = "no_residual"
     properties: ClassVar[Properties] = Properties(
-        equals_pre_norm_at_start=False, start_distance=1.4, traffic=1.0
+        equals_pre_norm_at_start=False, start_distance=1.39, traffic=0.0
     )
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:
         """Build one; all are alike."""
         return NoResidualConnection(norm.build(width))
+
+    def output_init_scale(self, num_sublayers: int) -> float:
+        """Nothing is carried, so writes do not add up."""
+        return 1.0

@@ -14,8 +14,9 @@ from mainstem.connections._norms import NormConfig, frozen_norm
 class PostNormConnection(Connection):
     """``x' = N(x + F(x))``.
 
-    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: one addition and one norm
-    of the stream. Carry and inject are the norm with its statistics frozen; a LayerNorm's bias is the offset.
+    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: one addition and one
+    norm of the stream. Carry and inject are the norm with its statistics frozen; a LayerNorm's bias is the
+    offset.
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1. Not the plain residual at the start.
     """
 
@@ -50,7 +51,7 @@ class PostNorm(Scheme):
     """Post-LN (``"post_norm"``). The last sublayer's norm is the final norm."""
 
     name: ClassVar[str] = "post_norm"
-    properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=1.4)
+    properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=1.26)
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:
         """Build one; all are alike."""
@@ -59,3 +60,7 @@ class PostNorm(Scheme):
     def build_final_norm(self, *, width: int, norm: NormConfig) -> nn.Module:
         """The stream is already normed."""
         return nn.Identity()
+
+    def output_init_scale(self, num_sublayers: int) -> float:
+        """The stream is normed at every write, so writes do not add up."""
+        return 1.0

@@ -14,8 +14,8 @@ from mainstem.connections._norms import NormConfig
 class PreNormConnection(Connection):
     """``x' = x + F(N(x))``.
 
-    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: one addition, 3 elements
-    moved per channel. Source: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
+    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: one addition, 3
+    elements moved per channel. Source: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
     """
 
     def __init__(self, norm: nn.Module):

@@ -14,10 +14,11 @@ from mainstem.connections._norms import NormConfig, frozen_norm
 class ReorderedNormConnection(Connection):
     """``x' = x + N(F(x))``.
 
-    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: one addition and one norm.
-    Inject is the norm with its statistics frozen at the update; its bias, if any, is the offset.
-    Source: Swin Transformer V2 (Liu et al. 2021, arXiv 2111.09883, section 3.2) and OLMo 2 (2025, arXiv 2501.00656,
-    section 3.2). The branch sees an un-normed stream, so attention wants QK-norm. Not the plain residual at the start.
+    Shapes: stream, read and update ``[batch, pos, width]``. Parameters: one norm. Cost: one addition and one
+    norm. Inject is the norm with its statistics frozen at the update; its bias, if any, is the offset.
+    Source: Swin Transformer V2 (Liu et al. 2021, arXiv 2111.09883, section 3.2) and OLMo 2 (2025, arXiv
+    2501.00656, section 3.2). The branch sees an un-normed stream, so attention wants QK-norm. Not the plain
+    residual at the start.
     """
 
     def __init__(self, norm: nn.Module):
@@ -45,7 +46,7 @@ class ReorderedNorm(Scheme):
     """Reordered norm, as in OLMo 2 (``"reordered_norm"``)."""
 
     name: ClassVar[str] = "reordered_norm"
-    properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=0.9)
+    properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=0.39)
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:
         """Build one; all are alike."""

@@ -14,11 +14,12 @@ from mainstem.connections._norms import NormConfig, frozen_norm
 class SandwichNormConnection(Connection):
     """``x' = x + N2(F(N1(x)))``.
 
-    Shapes: stream, read and update ``[batch, pos, width]``; the update is what the branch returns, the write is its
-    norm. Parameters: two norms, both with weight 1 at the start. Cost: one addition and two norms. Inject is the
-    second norm with its statistics frozen at the update; its bias, if any, is the offset.
-    Source: CogView (Ding et al. 2021, arXiv 2105.13290, section 2.4) and Peri-LN (Kim et al. 2025, arXiv 2502.02732);
-    used by Gemma 2 and 3. Not the plain residual at the start: every write has the norm's own size.
+    Shapes: stream, read and update ``[batch, pos, width]``; the update is what the branch returns, the write
+    is its norm. Parameters: two norms, both with weight 1 at the start. Cost: one addition and two norms.
+    Inject is the second norm with its statistics frozen at the update; its bias, if any, is the offset.
+    Source: CogView (Ding et al. 2021, arXiv 2105.13290, section 2.4) and Peri-LN (Kim et al. 2025, arXiv
+    2502.02732); used by Gemma 2 and 3. Not the plain residual at the start: every write has the norm's own
+    size.
     """
 
     def __init__(self, norm: nn.Module, write_norm: nn.Module):
@@ -47,7 +48,7 @@ class SandwichNorm(Scheme):
 
     name: ClassVar[str] = "sandwich_norm"
     properties: ClassVar[Properties] = Properties(
-        equals_pre_norm_at_start=False, start_distance=0.26, num_norms=2
+        equals_pre_norm_at_start=False, start_distance=0.37, num_norms=2
     )
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:

@@ -1,0 +1,112 @@
+"""The reference stack of the conformance suite: 24 sublayers, width 64, causal branches, fp64.
+
+Even sublayers mix tokens causally (a softmax over earlier positions of fixed random scores, then a matrix),
+odd ones are feed-forward (two matrices with a GELU between). All matrices are N(0, 1/fan_in), so that a
+branch returns about the size it reads; none has a norm of its own. The same branches are put under every
+scheme.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mainstem.connections import Connection, NormConfig, PreNorm, Scheme, Stream, Trunk
+
+WIDTH = 64
+NUM_SUBLAYERS = 24
+NUM_POSITIONS = 12
+
+
+class TokenMixing(nn.Module):
+    """Causal attention with fixed scores: no position sees a later one."""
+
+    def __init__(self, width: int, positions: int = NUM_POSITIONS):
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(positions, positions))
+        self.out = nn.Linear(width, width, bias=False)
+        nn.init.normal_(self.out.weight, std=width**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[-2]
+        future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
+        return self.out(self.scores[:n, :n].masked_fill(future, float("-inf")).softmax(-1) @ x)
+
+
+class FeedForward(nn.Module):
+    """Two matrices and a GELU."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        nn.init.normal_(self.up.weight, std=width**-0.5)
+        nn.init.normal_(self.down.weight, std=(2 * width) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def make_branches(num_sublayers: int, width: int) -> nn.ModuleList:
+    return nn.ModuleList(FeedForward(width) if i % 2 else TokenMixing(width) for i in range(num_sublayers))
+
+
+class Stack(nn.Module):
+    """A scheme's trunk around branches: the whole of a transformer that a connection can see."""
+
+    def __init__(self, trunk: Trunk, branches: nn.ModuleList):
+        super().__init__()
+        self.trunk = trunk
+        self.branches = branches
+
+    def states(self, x: Tensor) -> list[Stream]:
+        stream = self.trunk.expand(x)
+        states = [stream]
+        for connection, branch in zip(self.trunk.connections, self.branches, strict=True):
+            assert isinstance(connection, Connection)
+            stream = connection(stream, branch)
+            states.append(stream)
+        return states
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trunk.final_norm(self.trunk.collapse(self.states(x)[-1]))
+
+
+def make_stack(
+    scheme: Scheme,
+    norm: NormConfig,
+    *,
+    num_sublayers: int = NUM_SUBLAYERS,
+    width: int = WIDTH,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Stack:
+    """Build a stack whose branches depend on ``seed`` alone, so that two schemes get the same ones."""
+    torch.manual_seed(seed)
+    branches = make_branches(num_sublayers, width)
+    trunk = scheme.build(width=width, num_sublayers=num_sublayers, norm=norm)
+    return Stack(trunk, branches).to(dtype)
+
+
+def make_input(seed: int, batch: int = 2, width: int = WIDTH, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(
+        batch, NUM_POSITIONS, width, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
+
+
+def randomize(module: nn.Module, seed: int = 1) -> None:
+    """Move every parameter away from its initial value: a weight of 1 or a bias of 0 would hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_((0.3 * noise).to(parameter.dtype))
+
+
+def start_distance(scheme: Scheme, norm: NormConfig, seed: int) -> float:
+    """Relative Frobenius distance of the freshly built stack's output from plain Pre-LN's."""
+    x = make_input(seed + 1000)
+    with torch.no_grad():
+        plain = make_stack(PreNorm(), norm, seed=seed)(x)
+        other = make_stack(scheme, norm, seed=seed)(x)
+    return ((other - plain).norm() / plain.norm()).item()
