@@ -1,0 +1,69 @@
+"""Where in the module tree a call happens, known without touching any module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+
+class Frame(NamedTuple):
+    """One call of one module: its name in the tree and the how-many-th call of it in this pass (0-based)."""
+
+    path: str
+    call: int
+
+
+class FrameTracker:
+    """Follows which module call is innermost, through PyTorch's global module hooks.
+
+    The hooks are not on any module, so hook tables of the model and of other people are untouched; they are
+    removed on exit, after an exception too.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._names = {id(m): name for name, m in model.named_modules()}
+        self._calls: defaultdict[str, int] = defaultdict(int)
+        self._stack: list[Frame] = []
+        self._handles: list[RemovableHandle] = []
+        self.outside = Frame("", -1)
+
+    @property
+    def current(self) -> Frame:
+        """The innermost module call, or ``outside`` before the model was called."""
+        return self._stack[-1] if self._stack else self.outside
+
+    @property
+    def stack(self) -> tuple[Frame, ...]:
+        """All open module calls, outermost first."""
+        return tuple(self._stack)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        path = self._names.get(id(module))
+        if path is None:  # a module made on the fly belongs to whoever made it
+            parent = self.current.path
+            path = f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
+        self._stack.append(Frame(path, self._calls[path]))
+        self._calls[path] += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def __enter__(self) -> FrameTracker:
+        self._handles = [
+            torch_module.register_module_forward_pre_hook(self._enter),
+            torch_module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._stack.clear()

@@ -1,0 +1,109 @@
+"""Which torch functions are linear in the stream once their coefficients are frozen.
+
+A tensor of a traced pass is, with respect to a state of the stream, one of three things: it does not depend on it
+(CONSTANT); it is an affine function of it through functions that only carry (LINEAR): shape, cast, sum, scale, norm
+with frozen statistics, mixing of a few streams; or it went through something that learns (OTHER): a weight
+matrix, an attention, a non-linearity. What is carried is LINEAR, what is written is OTHER, and their sum is JOINED.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mainstem.observe._trace import Node
+
+MAX_STREAMS = 32
+"""A contraction over more entries than this is a weight matrix, not a mixing of streams."""
+
+SHAPE = frozenset(
+    "view reshape transpose permute unsqueeze squeeze expand expand_as repeat repeat_interleave contiguous clone "
+    "flatten unflatten movedim swapaxes swapdims to float double half bfloat16 type type_as detach getitem split "
+    "chunk unbind select narrow index_select get:T get:mT get:data t roll dropout view_as reshape_as "
+    "split_with_sizes tensor_split broadcast_to pad alias cpu cuda neg take_along_dim gather get:H get:mH "
+    "_to_copy masked_fill dropout1d feature_dropout alpha_dropout".split()
+)
+ADDITIVE = frozenset("add sub rsub cat concat concatenate stack where setitem".split())
+PRODUCT = frozenset("mul".split())
+CONTRACTION = frozenset("matmul bmm mm einsum linear tensordot rmatmul".split())
+REDUCTION = frozenset("sum mean".split())
+NORMS = frozenset("layer_norm rms_norm normalize".split())
+ATTENTION = frozenset("scaled_dot_product_attention multi_head_attention_forward flex_attention".split())
+FUSED_ADDS = frozenset("addcmul addmm baddbmm".split())
+"""Functions that add a product to their first argument: the write itself is never a tensor."""
+JOINS = frozenset("add sub rsub".split()) | FUSED_ADDS
+"""Functions that can join a write to the stream."""
+HEAVY = CONTRACTION | ATTENTION | frozenset("conv1d conv2d conv3d addmm baddbmm embedding _grouped_mm".split())
+"""Functions in which a sublayer does its work."""
+
+
+class Status(enum.Enum):
+    """What a tensor is with respect to a state of the stream."""
+
+    CONSTANT = 0
+    LINEAR = 1
+    OTHER = 2
+    JOINED = 3
+
+
+StatusOf = Callable[[Tensor, int], Status]
+"""From a tensor and the node that made it to its status."""
+
+
+def status_of_call(node: Node, status_of: StatusOf) -> Status:
+    """Return what ``node`` makes of inputs with the given statuses."""
+    given = {slot: status_of(t, maker) for slot, t, maker in node.inputs}
+    statuses = list(given.values())
+    if all(s is Status.CONSTANT for s in statuses):
+        return Status.CONSTANT
+    linear = [slot for slot, s in given.items() if s in (Status.LINEAR, Status.JOINED)]
+    if not linear:
+        return Status.OTHER
+    if node.name in _FUSED:
+        return _FUSED[node.name](given)
+    if not _is_linear_call(node, linear):
+        return Status.OTHER
+    joined = Status.JOINED in statuses or (node.name in ADDITIVE and Status.OTHER in statuses)
+    return Status.JOINED if joined else Status.LINEAR
+
+
+def _is_linear_call(node: Node, linear: list[int]) -> bool:
+    """Whether ``node`` is linear in the arguments at the slots ``linear`` when all others are frozen."""
+    name = node.name
+    if name in ADDITIVE:
+        return True
+    if name in SHAPE or name in REDUCTION or name in NORMS or name == "div":
+        return linear == [0]
+    if name in PRODUCT:
+        return len(linear) == 1
+    if name in CONTRACTION:
+        return len(linear) == 1 and _is_mixing(node, linear[0])
+    return False
+
+
+def _fused_add(given: dict[int, Status]) -> Status:
+    """``addcmul``, ``addmm``, ``baddbmm``: the first argument plus a product of the others."""
+    rest = [s for slot, s in given.items() if slot != 0]
+    if given.get(0) is not Status.LINEAR or Status.LINEAR in rest or Status.JOINED in rest:
+        return Status.OTHER
+    return Status.JOINED if Status.OTHER in rest else Status.LINEAR
+
+
+_FUSED: dict[str, Callable[[dict[int, Status]], Status]] = dict.fromkeys(FUSED_ADDS, _fused_add)
+
+
+def _is_mixing(node: Node, slot: int) -> bool:
+    """Whether a contraction of the tensor at ``slot`` runs over a few streams only."""
+    tensor = next(t for s, t, _ in node.inputs if s == slot)
+    if node.name == "einsum" and isinstance(node.args[0], str):
+        terms, _, result = node.args[0].replace(" ", "").partition("->")
+        position = [s for s, _, _ in node.inputs].index(slot)
+        term = terms.split(",")[position].replace("...", "")
+        sizes = dict(zip(reversed(term), reversed(tensor.shape), strict=False))
+        return all(sizes[letter] <= MAX_STREAMS for letter in term if letter not in result)
+    first = node.inputs[0][0] == slot
+    if node.name == "linear" or first:
+        return tensor.shape[-1] <= MAX_STREAMS
+    return tensor.ndim > 1 and tensor.shape[-2] <= MAX_STREAMS

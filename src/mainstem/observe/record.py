@@ -1,0 +1,374 @@
+"""Run a model, hand every write and state of its stream to reducers as it is made, and check the books."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from mainstem.errors import StreamNotFoundError
+from mainstem.measure.events import Batch, BlockEvent, Reducer, SublayerEvent, Write
+from mainstem.observe._frames import Frame, FrameTracker
+from mainstem.observe._tail import Tail, TailRecorder
+from mainstem.observe._trace import CallKey, function_name
+from mainstem.observe.map import PathCall, Site, StreamMap, Value
+
+
+@dataclasses.dataclass
+class Books:
+    """How well the books of one or more passes balance.
+
+    Attributes:
+        additivity: largest ``|after - (carried + writes)| / |after|`` over sites and real tokens.
+        continuity: largest ``|taken - made| / |made|`` between what a site carries and what the site before left.
+        additivity_site, continuity_site: where the largest was, -1 if all were zero.
+        passes: how many passes were checked.
+    """
+
+    additivity: float = 0.0
+    continuity: float = 0.0
+    additivity_site: int = -1
+    continuity_site: int = -1
+    passes: int = 0
+
+    def merge(self, other: Books) -> None:
+        """Keep the larger errors of the two."""
+        if not other.additivity <= self.additivity:
+            self.additivity, self.additivity_site = other.additivity, other.additivity_site
+        if not other.continuity <= self.continuity:
+            self.continuity, self.continuity_site = other.continuity, other.continuity_site
+        self.passes += other.passes
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What a recorded pass leaves behind.
+
+    Attributes:
+        output: what the model returned, bit-identical to a pass without recording.
+        books: the largest errors found.
+        tail: the model from its final state on (final norm, head, caps), to be applied to other states of the same
+            shape; None where it was not asked for.
+    """
+
+    output: Any
+    books: Books
+    tail: Tail | None = None
+
+
+def record(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    stream_map: StreamMap,
+    reducers: Sequence[Reducer] = (),
+    *,
+    batch: Batch | None = None,
+    keep_tail: bool = False,
+) -> Recording:
+    """Run ``model(**inputs)`` and hand the stream to ``reducers`` as it is produced.
+
+    Nothing is held beyond the block in progress, so memory does not grow with depth. Gradients flow as they would
+    without recording; wrap the call in ``torch.no_grad()`` for statistics. On exit, after an exception in a reducer
+    too, no hook is left and none of the model's or the user's was touched.
+
+    Args:
+        model: the module that ``stream_map`` was found in.
+        inputs: keyword arguments of its forward.
+        stream_map: from :func:`mainstem.observe.find_stream`.
+        reducers: what takes the events; see :class:`mainstem.measure.Reducer`.
+        batch: which tokens are real; when not given, ``attention_mask`` says so, or all are.
+        keep_tail: keep the model's end for a logit lens.
+
+    Raises:
+        StreamNotFoundError: the pass did not go through the sites of the map.
+    """
+    tracker = FrameTracker(model)
+    recorder = _Recorder(stream_map, reducers, batch or batch_of(inputs), tracker, keep_tail)
+    with torch.compiler.set_stance("force_eager"), tracker, recorder:
+        recorder.note_inputs(inputs)
+        output = model(**inputs)
+    recorder.finish(type(model).__name__)
+    tail = recorder.tail.close(output, stream_map.output) if recorder.tail is not None else None
+    return Recording(output, recorder.books, tail)
+
+
+def batch_of(inputs: Mapping[str, Any]) -> Batch:
+    """Say which tokens of ``inputs`` are real: by ``attention_mask`` where it is given, all otherwise."""
+    ids = next((inputs[k] for k in ("decoder_input_ids", "input_ids") if isinstance(inputs.get(k), Tensor)), None)
+    mask_name = "decoder_attention_mask" if isinstance(inputs.get("decoder_input_ids"), Tensor) else "attention_mask"
+    mask = inputs.get(mask_name)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return Batch(mask=mask.bool(), token_ids=ids)
+    if ids is not None:
+        return Batch(mask=torch.ones_like(ids, dtype=torch.bool), token_ids=ids)
+    return Batch(mask=torch.ones(0, 0, dtype=torch.bool))
+
+
+class _Watch:
+    """Which calls of a pass matter, by module call and function, so that all others cost one look-up."""
+
+    def __init__(self, stream_map: StreamMap):
+        self.table: defaultdict[Frame, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self.states: dict[CallKey, int] = {}
+        self.joins: dict[CallKey, int] = {}
+        self.thens: dict[CallKey, int] = {}
+        self.made: set[CallKey] = set()
+        for site in stream_map.sites:
+            self.joins[site.join.call] = site.index
+            if site.after.call != site.join.call:
+                self.thens[site.after.call] = site.index
+        self._add(stream_map.sites[0].before.call)
+        self.made.add(stream_map.sites[0].before.call)
+        for site in stream_map.sites:
+            for value in values_of(site):
+                self._add(value.call)
+                if value.made_by is not None:
+                    self._add(value.made_by)
+                    self.made.add(value.made_by)
+
+    def _add(self, key: CallKey) -> None:
+        self.table[key.frame][key.function].add(key.ordinal)
+
+
+def values_of(site: Site) -> Iterable[Value]:
+    """Return every tensor of a pass that a site is made of."""
+    yield from (site.before, site.join, site.after, *site.carried)
+    for write in site.writes:
+        yield from write.values
+    for call in (*site.carry_path, *site.then_path):
+        yield from call.takes
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(
+        self,
+        stream_map: StreamMap,
+        reducers: Sequence[Reducer],
+        batch: Batch,
+        tracker: FrameTracker,
+        keep_tail: bool,
+    ):
+        super().__init__()
+        self.map, self.reducers, self.batch, self.tracker = stream_map, reducers, batch, tracker
+        self.books = Books(passes=1)
+        self.tail = TailRecorder() if keep_tail else None
+        self.watch = _Watch(stream_map)
+        self._counts: defaultdict[tuple[Frame, str], int] = defaultdict(int)
+        self._outputs: dict[CallKey, Tensor] = {}
+        self._arguments: dict[tuple[CallKey, int], Tensor] = {}
+        self._next = 0
+        self._before: Tensor | None = None
+        self._sublayers: list[SublayerEvent] = []
+
+    def note_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Take an input that is itself the first state of the stream."""
+        before = self.map.sites[0].before.call
+        if before.function.startswith("input:"):
+            self._outputs[before] = inputs[before.function.removeprefix("input:")]
+
+    # every call --------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        frame = self.tracker.current
+        functions = self.watch.table.get(frame)
+        ordinals = functions.get(function_name(func)) if functions is not None else None
+        if ordinals is None:
+            return self._call(func, args, kwargs)
+        name = function_name(func)
+        ordinal = self._counts[frame, name]
+        self._counts[frame, name] = ordinal + 1
+        if ordinal not in ordinals or self._next >= len(self.map.sites):
+            return self._call(func, args, kwargs)
+        return self._watched(CallKey(frame, name, ordinal), func, args, kwargs)
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.tail is not None and self.tail.is_open:
+            return self.tail.call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _watched(
+        self, key: CallKey, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        overwrites = _is_inplace(func)
+        out = None
+        if overwrites:  # the call destroys its first argument, so take a copy before
+            leaves[0] = leaves[0].clone()
+        out = func(*args, **kwargs)
+        for slot, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self._arguments[key, slot] = leaf
+        result = leaves[0] if out is None else out
+        if isinstance(result, Tensor):
+            self._outputs[key] = result
+        if key in self.watch.joins:
+            self._join(self.map.sites[self.watch.joins[key]])
+        if key in self.watch.thens:
+            self._then(self.map.sites[self.watch.thens[key]])
+        return out
+
+    # the books ---------------------------------------------------------------------------------------------------
+
+    def _join(self, site: Site) -> None:
+        if site.index != self._next:
+            raise _other_path(site.index, self._next)
+        before = self._outputs.get(site.before.call)
+        after = self._outputs[site.join.call]
+        if before is None:
+            raise _other_path(site.index, self._next)
+        self._check_continuity(site.index, site.carry_path, site.carried)
+        if site.carry == "identity" and self._arguments[site.carried[0].call, site.carried[0].slot or 0] is not before:
+            before = self._stream_shaped(self._value(site.carried[0]))  # an in-place join kept a copy of it
+        carried = self._sum(site.carried) if site.carried else None
+        writes = tuple(Write(w.kind, self._stream_shaped(self._sum(w.values))) for w in site.writes)
+        event = SublayerEvent(
+            index=site.index,
+            carried=None if carried is None else self._stream_shaped(carried),
+            writes=writes,
+            after=self._stream_shaped(after),
+        )
+        if carried is not None and not any(v.is_remainder for w in site.writes for v in w.values):
+            self._check_additivity(event)
+        if self._before is None:
+            self._before = self._stream_shaped(before)
+        self._sublayers.append(event)
+        if site.after.call == site.join.call:
+            self._leave(site, after)
+
+    def _then(self, site: Site) -> None:
+        if site.index != self._next:
+            raise _other_path(site.index, self._next)
+        self._check_continuity(site.index, site.then_path, ())
+        self._leave(site, self._outputs[site.after.call])
+
+    def _leave(self, site: Site, after: Tensor) -> None:
+        """A sublayer is done; so may be its block."""
+        self._next = site.index + 1
+        block = self.map.blocks[site.block]
+        if self._next == block.end_site:
+            assert self._before is not None
+            event = BlockEvent(
+                block=block.index,
+                num_blocks=len(self.map.blocks),
+                before=self._before,
+                sublayers=tuple(self._sublayers),
+                after=self._stream_shaped(after),
+                batch=self._batch_for(after),
+            )
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+                for reducer in self.reducers:
+                    reducer.update(event)
+            self._before, self._sublayers = None, []
+        self._arguments.clear()
+        self._outputs = {site.after.call: after}
+        if self.tail is not None and self._next == len(self.map.sites):
+            self.tail.open(after)
+
+    def finish(self, model_name: str) -> None:
+        """Make sure that all sites were seen, and close the pass."""
+        if self._next != len(self.map.sites):
+            raise StreamNotFoundError(
+                f"{model_name} went through {self._next} of the {len(self.map.sites)} sublayers of its map; it took "
+                "another path than when it was traced. Find the map again with inputs like these."
+            )
+        for reducer in self.reducers:
+            reducer.end_pass(self.batch)
+
+    def _batch_for(self, state: Tensor) -> Batch:
+        """Return the batch; for an input without tokens, all positions of the state."""
+        if self.batch.mask.numel() == 0:
+            self.batch = Batch(mask=torch.ones(state.shape[:2], dtype=torch.bool, device=state.device))
+        return self.batch
+
+    def _value(self, value: Value) -> Tensor:
+        if value.slot is None:
+            return self._outputs[value.call]
+        if value.is_remainder:
+            return self._outputs[value.call] - self._arguments[value.call, 0]
+        return self._arguments[value.call, value.slot]
+
+    def _sum(self, values: Sequence[Value]) -> Tensor:
+        total: Tensor | None = None
+        for value in values:
+            part = self._value(value) if value.sign > 0 else -self._value(value)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _stream_shaped(self, t: Tensor) -> Tensor:
+        """Undo a flattening of batch and positions (OPT)."""
+        mask = self.batch.mask
+        if mask.numel() == 0 or t.shape[:2] == mask.shape:
+            return t
+        if t.shape[0] == mask.numel():
+            return t.reshape(*mask.shape, *t.shape[1:])
+        return t
+
+    def _check_continuity(self, index: int, path: Sequence[PathCall], carried: Sequence[Value]) -> None:
+        for value in (*(v for call in path for v in call.takes), *carried):
+            if value.made_by is None or value.slot is None:
+                continue
+            made = self._outputs.get(value.made_by)
+            taken = self._arguments.get((value.call, value.slot))
+            if made is None or taken is None:
+                raise _other_path(index, self._next)
+            if made is not taken:
+                error = relative_error(taken, made, self.batch.mask)
+                if not error <= self.books.continuity:
+                    self.books.continuity, self.books.continuity_site = error, index
+
+    def _check_additivity(self, event: SublayerEvent) -> None:
+        total = event.carried
+        assert total is not None
+        for write in event.writes:
+            total = total + write.value
+        if torch.equal(total.detach(), event.after.detach()):
+            return
+        error = relative_error(total, event.after, self.batch.mask)
+        if not error <= self.books.additivity:
+            self.books.additivity, self.books.additivity_site = error, event.index
+
+
+def _is_inplace(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i")
+    return name.endswith("_")
+
+
+def _other_path(site: int, expected: int) -> StreamNotFoundError:
+    return StreamNotFoundError(
+        f"the pass reached sublayer {site} where {expected} was expected; the model took another path than when it "
+        "was traced. Find the map again with inputs like these."
+    )
+
+
+def relative_error(given: Tensor, expected: Tensor, mask: Tensor) -> float:
+    """Return the largest ``|given - expected| / |expected|`` over real tokens, norms over all but the first two dims.
+
+    Computed in fp32, or fp64 where the tensors are. Infinite where shapes differ; NaN where a value is.
+    """
+    if given.shape != expected.shape:
+        return float("inf")
+    with torch.no_grad():
+        wide = torch.promote_types(expected.dtype, torch.float32)
+        a, b = given.to(wide), expected.to(wide)
+        error, size = _norms(a - b, mask), _norms(b, mask)
+        if error.numel() == 0:
+            return 0.0
+        return float((error / size.clamp_min(torch.finfo(wide).tiny)).max())
+
+
+def _norms(t: Tensor, mask: Tensor) -> Tensor:
+    t = t.flatten(2) if t.ndim > 2 else t.unsqueeze(0)
+    norms = t.norm(dim=-1)
+    return norms[mask] if mask.shape == norms.shape else norms.flatten()
