@@ -1,0 +1,29 @@
+"""Where models and texts come from: hub, folder, ``.gguf`` file, package; string, file, folder, dataset.
+
+Needs the extra ``[hf]`` when used, not when imported: ``import mainstem.sources`` loads no third-party
+package but torch, and a missing one is reported with its install command.
+
+    >>> from mainstem.sources import load_model, load_text, make_windows
+    loaded = load_model("smollm2")
+    text = load_text("my_text.txt")
+    windows = make_windows(loaded.tokenizer, text, num_tokens=2048, window=256, batch_size=4)
+"""
+
+from ._cache import cache_root
+from ._models import LoadedModel, load_model
+from ._packaged import PACKAGED, PackagedModel
+from ._texts import TextSource, load_text
+from ._windows import WindowBatch, Windows, make_windows
+
+__all__ = [
+    "PACKAGED",
+    "LoadedModel",
+    "PackagedModel",
+    "TextSource",
+    "WindowBatch",
+    "Windows",
+    "cache_root",
+    "load_model",
+    "load_text",
+    "make_windows",
+]

@@ -1,0 +1,57 @@
+"""Optional packages: imported when used, asked for by name when missing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import platform
+from collections.abc import Generator
+from typing import Any
+
+from mainstem.errors import MissingExtraError
+
+
+def require(module: str, *, feature: str) -> Any:
+    """Import ``module`` or say which extra brings it.
+
+    Args:
+        module: name of an optional package, as imported, e.g. ``"transformers"``.
+        feature: what the user wanted, as the subject of a sentence: ``"Loading a model"``.
+
+    Raises:
+        MissingExtraError: the package is not installed. An import error *inside* it is passed on unchanged.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        raise MissingExtraError(feature, package, "hf") from error
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Versions for a provenance record: of Python, mainstem, torch and each ``package`` (None if missing)."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("mainstem", "torch", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Silence transformers' progress bars and notices inside the block; its settings come back at the end."""
+    logging = require("transformers.utils.logging", feature="Loading a model")
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
