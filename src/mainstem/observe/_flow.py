@@ -153,8 +153,9 @@ def _classify(start: Node, end: Node, between: list[Node]) -> Link:
             return Status.CONSTANT
         return status.get(maker, Status.CONSTANT)
 
+    width = start.output.shape[-1] if start.output.ndim else 0
     for node in between:
-        status[node.index] = status_of_call(node, status_of)
+        status[node.index] = status_of_call(node, status_of, width)
     bare = Link("opaque", start, end, between, status)
     if end.name in JOINS:
         leaves = _leaves(end, {n.index: n for n in between}, 1.0)

@@ -52,8 +52,8 @@ StatusOf = Callable[[Tensor, int], Status]
 """From a tensor and the node that made it to its status."""
 
 
-def status_of_call(node: Node, status_of: StatusOf) -> Status:
-    """Return what ``node`` makes of inputs with the given statuses."""
+def status_of_call(node: Node, status_of: StatusOf, width: int) -> Status:
+    """Return what ``node`` makes of inputs with the given statuses, ``width`` being that of the state."""
     given = {slot: status_of(t, maker) for slot, t, maker in node.inputs}
     statuses = list(given.values())
     if all(s is Status.CONSTANT for s in statuses):
@@ -63,13 +63,13 @@ def status_of_call(node: Node, status_of: StatusOf) -> Status:
         return Status.OTHER
     if node.name in _FUSED:
         return _FUSED[node.name](given)
-    if not _is_linear_call(node, linear):
+    if not _is_linear_call(node, linear, width):
         return Status.OTHER
     joined = Status.JOINED in statuses or (node.name in ADDITIVE and Status.OTHER in statuses)
     return Status.JOINED if joined else Status.LINEAR
 
 
-def _is_linear_call(node: Node, linear: list[int]) -> bool:
+def _is_linear_call(node: Node, linear: list[int], width: int) -> bool:
     """Whether ``node`` is linear in the arguments at the slots ``linear`` when all others are frozen."""
     name = node.name
     if name in ADDITIVE:
@@ -79,7 +79,7 @@ def _is_linear_call(node: Node, linear: list[int]) -> bool:
     if name in PRODUCT:
         return len(linear) == 1
     if name in CONTRACTION:
-        return len(linear) == 1 and _is_mixing(node, linear[0])
+        return len(linear) == 1 and _is_mixing(node, linear[0], width)
     return False
 
 
@@ -94,16 +94,21 @@ def _fused_add(given: dict[int, Status]) -> Status:
 _FUSED: dict[str, Callable[[dict[int, Status]], Status]] = dict.fromkeys(FUSED_ADDS, _fused_add)
 
 
-def _is_mixing(node: Node, slot: int) -> bool:
-    """Whether a contraction of the tensor at ``slot`` runs over a few streams only."""
+def _is_mixing(node: Node, slot: int, width: int) -> bool:
+    """Whether a contraction of the tensor at ``slot`` runs over a few streams, not over the width."""
     tensor = next(t for s, t, _ in node.inputs if s == slot)
     if node.name == "einsum" and isinstance(node.args[0], str):
         terms, _, result = node.args[0].replace(" ", "").partition("->")
         position = [s for s, _, _ in node.inputs].index(slot)
         term = terms.split(",")[position].replace("...", "")
         sizes = dict(zip(reversed(term), reversed(tensor.shape), strict=False))
-        return all(sizes[letter] <= MAX_STREAMS for letter in term if letter not in result)
-    first = node.inputs[0][0] == slot
-    if node.name == "linear" or first:
-        return tensor.shape[-1] <= MAX_STREAMS
+        return all(_few(sizes[letter], width) for letter in term if letter not in result)
+    if node.name == "linear":
+        return False
+    if node.inputs[0][0] == slot:
+        return _few(tensor.shape[-1], width)
     return tensor.ndim > 1 and tensor.shape[-2] <= MAX_STREAMS
+
+
+def _few(size: int, width: int) -> bool:
+    return size <= MAX_STREAMS and size != width

@@ -192,11 +192,14 @@ class _MapBuilder:
             frames.append(self.block_frame(piece.links[-1].end))
         blocks, sites = _group(sites, frames)
         first = self.chain.states.index(pieces[0].state)
-        front = tuple(self._value(leaf) for link in self.chain.links[:first] for leaf in link.constant)
+        before = self.chain.links[:first]
+        while any(link.kind == "opaque" for link in before):  # a projection of the embedding (ALBERT, ViT)
+            before = before[1:]
         streams = shape[2] if len(shape) == 4 else 1
         return StreamMap(
-            source=Value(self.chain.states[0].key),
-            front=front,
+            source=Value((before[0].start if before else pieces[0].state).key),
+            front=tuple(self._value(leaf) for link in before for leaf in link.constant),
+            front_path=self._path(before),
             sites=tuple(sites),
             blocks=tuple(blocks),
             num_streams=streams,
@@ -281,7 +284,7 @@ class _MapBuilder:
                 after=Value(following.key),
                 then=path_kind(then_calls, [n for one in then for n in one.nodes]),
                 carry_path=tuple(self._path_call(n, link.status) for n in carry.values()),
-                then_path=tuple(self._path_call(n, one.status) for one in then for n in one.linear_path(one.end.index)),
+                then_path=self._path(then),
             )
         nodes = [n for one in piece.links for n in one.nodes]
         status = {k: v for one in piece.links for k, v in one.status.items()}
@@ -292,6 +295,10 @@ class _MapBuilder:
     def _links_between(self, start: Node, end: Node) -> list[Link]:
         states = self.chain.states
         return self.chain.links[states.index(start) : states.index(end)]
+
+    def _path(self, steps: list[Link]) -> tuple[PathCall, ...]:
+        """Return the carrying calls of consecutive local links."""
+        return tuple(self._path_call(n, link.status) for link in steps for n in link.linear_path(link.end.index))
 
     def _path_call(self, node: Node, status: dict[int, Status]) -> PathCall:
         takes = [

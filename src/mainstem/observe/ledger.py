@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mainstem.connections import Connection, Stream, Trunk
+from mainstem.connections import Connection, Trunk
 from mainstem.errors import BooksError
-from mainstem.measure.events import Batch
+from mainstem.measure.events import Batch, Reducer, SublayerEvent
+from mainstem.observe._frames import FrameTracker
 from mainstem.observe._frozen import apply_frozen
-from mainstem.observe.map import PathCall, Site, StreamMap
-from mainstem.observe.record import RowKeeper, batch_of, relative_error, run_watched
+from mainstem.observe._trace import CallKey
+from mainstem.observe.map import PathCall, Site, StreamMap, Value
+from mainstem.observe.record import Recorder, batch_of, relative_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +27,14 @@ class Ledger:
         labels: ``embed``, ``pos_embed``, ``0_attn_out``, ``0_mlp_out``, ..., ``bias``; in the order of writing.
         rows: ``[component, batch, pos, (n,) width]``: what is left at the top of each contribution.
         final: ``[batch, pos, (n,) width]``: the final state, before the final norm.
+        embedded: ``[batch, pos, (n,) width]``: the ``embed`` row as it entered the first block.
+        mask: ``[batch, pos]``: real tokens.
     """
 
     labels: tuple[str, ...]
     rows: Tensor
     final: Tensor
+    embedded: Tensor
     mask: Tensor
 
     @property
@@ -54,16 +59,147 @@ class Ledger:
         """Return the row called ``label``."""
         return self.rows[self.labels.index(label)]
 
-    def carried_share(self, label: str = "embed", *, reference: Tensor | None = None) -> Tensor:
-        """Return how much of a contribution is still there: ``<row, reference> / <reference, reference>``.
-
-        Args:
-            label: the row.
-            reference: what was written, ``[batch, pos, (n,) width]``; the embedding's own row when it is the identity.
+    def carried_share(self) -> Tensor:
+        """Return how much of the embedding is still there at the top: ``<row, embedded> / <embedded, embedded>``.
 
         Returns:
-            ``[batch, pos]``; 1 where it is carried whole (Pre-LN), 0 where nothing is (no residual).
+            ``[batch, pos]``: 1 where it is carried whole (Pre-LN), 0 where nothing is (no residual).
         """
-        row = self[label].flatten(2)
-        given = row if reference is None else reference.flatten(2)
-        return (row * given).sum(-1) / (given * given).sum(-1).clamp_min(torch.finfo(row.dtype).tiny)
+        row, written = self["embed"].flatten(2), self.embedded.flatten(2)
+        return (row * written).sum(-1) / (written * written).sum(-1).clamp_min(torch.finfo(row.dtype).tiny)
+
+
+class HasSublayers(Protocol):
+    """A transformer that can say how its connections and branches follow each other."""
+
+    trunk: Trunk
+
+    def sublayers(self) -> Iterator[tuple[int, Connection, Mapping[str, nn.Module]]]:
+        """Yield block number, connection, and branches by kind, in order."""
+        ...
+
+
+def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -> Ledger:
+    """Return the ledger of any model that :func:`find_stream` has mapped.
+
+    Whatever lies between a write and the top (scales, norms, mixing of streams) is applied to the write with its
+    coefficients frozen: a norm's statistics, a gate, a mixing matrix are those of this pass. Holds one tensor of the
+    stream's size for each write; give it few tokens.
+
+    Args:
+        model: the module; run once, without gradients.
+        inputs: keyword arguments of its forward.
+        stream_map: its map.
+
+    Raises:
+        StreamNotFoundError: the pass did not go through the sites of the map.
+    """
+    tracker = FrameTracker(model)
+    recorder = _LedgerRecorder(stream_map, [], batch_of(inputs), tracker)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), tracker, recorder:
+        recorder.note_inputs(inputs)
+        model(**inputs)
+    recorder.finish(type(model).__name__)
+    return recorder.close()
+
+
+class _LedgerRecorder(Recorder):
+    """Carries every row along while the model runs."""
+
+    def __init__(self, stream_map: StreamMap, reducers: Sequence[Reducer], batch: Batch, tracker: FrameTracker):
+        super().__init__(stream_map, reducers, batch, tracker)
+        for value in (stream_map.source, *stream_map.front):
+            self.watch.add(value.call)
+        for path_call in stream_map.front_path:
+            self.watch.add(path_call.call)
+        self.rows: dict[str, Tensor] = {}
+        self.final: Tensor | None = None
+        self.embedded = torch.empty(0)
+
+    def on_join(self, site: Site, event: SublayerEvent) -> None:
+        """Carry the rows over the join and add what was written."""
+        if not self.rows:
+            self._open()
+        carried = {label: self._carry(row, site, label == "bias") for label, row in self.rows.items()}
+        after = event.after
+        self.rows = {label: torch.zeros_like(after) if row is None else row for label, row in carried.items()}
+        for write in event.writes:
+            label = f"{site.block}_{write.kind}_out"
+            while label in self.rows:  # a block that writes one kind twice
+                label += "'"
+            self.rows[label] = write.value.clone()
+
+    def on_leave(self, site: Site) -> None:
+        """Take the rows through what happens to the stream itself."""
+        for label, row in self.rows.items():
+            self.rows[label] = self._walk(site.then_path, site.join.call, row, label == "bias", site.after.call)
+        self.final = self.stream_shaped(self.value(site.after)).clone()
+
+    def close(self) -> Ledger:
+        """Return the ledger, rows that are zero left out."""
+        assert self.final is not None
+        bias = self.rows.pop("bias")
+        self.rows["bias"] = bias
+        kept = {k: v for k, v in self.rows.items() if k not in ("pos_embed", "bias") or bool(v.any())}
+        rows = torch.stack(list(kept.values()))
+        return Ledger(tuple(kept), rows, self.final, self.embedded, self.batch.mask)
+
+    def _open(self) -> None:
+        """Start the rows from the source: what is linear in it, what was added in front, and norms' biases."""
+        path, end = self.map.front_path, self.map.sites[0].before.call
+        source = self.calls[self.map.source.call].made[0]
+        nothing = torch.zeros_like(source)
+        start = self.map.source.call
+        embed = self._walk(path, start, source, False, end)
+        added = self._walk(path, start, nothing, False, end, constants=True)
+        everything = self._walk(path, start, nothing, True, end, constants=True)
+        self.embedded = embed
+        self.rows = {"embed": embed, "pos_embed": added, "bias": everything - added}
+
+    def _carry(self, row: Tensor, site: Site, offsets: bool) -> Tensor | None:
+        """Return what the site keeps of a row, None for nothing."""
+        if not site.carried:
+            return None
+        made = self._evaluate(site.carry_path, site.before.call, row, offsets, constants=offsets)
+        total: Tensor | None = None
+        for value in site.carried:
+            assert value.made_by is not None
+            part = self.stream_shaped(self._pick(made, value)) * value.sign
+            total = part if total is None else total + part
+        return total
+
+    def _walk(
+        self,
+        path: Sequence[PathCall],
+        start: CallKey,
+        row: Tensor,
+        offsets: bool,
+        end: CallKey,
+        constants: bool | None = None,
+    ) -> Tensor:
+        keep = offsets if constants is None else constants
+        return self.stream_shaped(self._evaluate(path, start, row, offsets, constants=keep)[end][0])
+
+    def _evaluate(
+        self, path: Sequence[PathCall], start: CallKey, row: Tensor, offsets: bool, *, constants: bool
+    ) -> dict[CallKey, list[Tensor]]:
+        """Apply a path's calls to ``row`` in place of the tensor that the call ``start`` made."""
+        first = self.calls[start].made[0]
+        made: dict[CallKey, list[Tensor]] = {start: [row.reshape(first.shape)]}
+        for step in path:
+            given = {v.slot: self._pick(made, v) for v in step.takes if v.slot is not None}
+            made[step.call] = apply_frozen(self.calls[step.call], given, constants=constants, offsets=offsets)
+        return made
+
+    def _pick(self, made: Mapping[CallKey, list[Tensor]], value: Value) -> Tensor:
+        """Return the stand-in for the argument ``value``, of those its maker made."""
+        assert value.made_by is not None and value.slot is not None
+        taken = self.calls[value.call].given[value.slot]
+        maker = self.calls[value.made_by]
+        place = next((i for i, t in enumerate(maker.made) if t is taken), 0)
+        return made[value.made_by][place]
+
+
+def tower_ledger(tower: HasSublayers, embedded: Mapping[str, Tensor], updates: Sequence[Mapping[str, Tensor]], mask: Tensor) -> Ledger:
+    """placeholder"""
+    raise NotImplementedError

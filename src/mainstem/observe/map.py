@@ -107,8 +107,9 @@ class StreamMap:
     """Where a model's residual stream is.
 
     Attributes:
-        source: the token embedding (or the model's float input).
+        source: the token embedding, or what a projection makes of it or of a float input.
         front: constant tensors added before the first block, such as position embeddings.
+        front_path: the calls from the source to the first state.
         sites: all sublayers, in order.
         blocks: all blocks, in order.
         num_streams: 1, or n for a model that carries ``[batch, pos, n, width]``.
@@ -119,6 +120,7 @@ class StreamMap:
 
     source: Value
     front: tuple[Value, ...]
+    front_path: tuple[PathCall, ...]
     sites: tuple[Site, ...]
     blocks: tuple[BlockMap, ...]
     num_streams: int

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from mainstem.errors import StreamNotFoundError
 from mainstem.measure.events import Batch, BlockEvent, Reducer, SublayerEvent, Write
 from mainstem.observe._frames import Frame, FrameTracker
+from mainstem.observe._frozen import Call
 from mainstem.observe._tail import Tail, TailRecorder
 from mainstem.observe._trace import CallKey, function_name
 from mainstem.observe.map import PathCall, Site, StreamMap, Value
@@ -89,7 +90,7 @@ def record(
         StreamNotFoundError: the pass did not go through the sites of the map.
     """
     tracker = FrameTracker(model)
-    recorder = _Recorder(stream_map, reducers, batch or batch_of(inputs), tracker, keep_tail)
+    recorder = Recorder(stream_map, reducers, batch or batch_of(inputs), tracker, keep_tail)
     with torch.compiler.set_stance("force_eager"), tracker, recorder:
         recorder.note_inputs(inputs)
         output = model(**inputs)
@@ -118,21 +119,19 @@ class _Watch:
         self.states: dict[CallKey, int] = {}
         self.joins: dict[CallKey, int] = {}
         self.thens: dict[CallKey, int] = {}
-        self.made: set[CallKey] = set()
         for site in stream_map.sites:
             self.joins[site.join.call] = site.index
             if site.after.call != site.join.call:
                 self.thens[site.after.call] = site.index
-        self._add(stream_map.sites[0].before.call)
-        self.made.add(stream_map.sites[0].before.call)
+        self.add(stream_map.sites[0].before.call)
         for site in stream_map.sites:
             for value in values_of(site):
-                self._add(value.call)
+                self.add(value.call)
                 if value.made_by is not None:
-                    self._add(value.made_by)
-                    self.made.add(value.made_by)
+                    self.add(value.made_by)
 
-    def _add(self, key: CallKey) -> None:
+    def add(self, key: CallKey) -> None:
+        """Watch one more call."""
         self.table[key.frame][key.function].add(key.ordinal)
 
 
@@ -145,14 +144,16 @@ def values_of(site: Site) -> Iterable[Value]:
         yield from call.takes
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
+    """Watches the calls of one pass that a map names."""
+
     def __init__(
         self,
         stream_map: StreamMap,
         reducers: Sequence[Reducer],
         batch: Batch,
         tracker: FrameTracker,
-        keep_tail: bool,
+        keep_tail: bool = False,
     ):
         super().__init__()
         self.map, self.reducers, self.batch, self.tracker = stream_map, reducers, batch, tracker
@@ -160,8 +161,7 @@ class _Recorder(TorchFunctionMode):
         self.tail = TailRecorder() if keep_tail else None
         self.watch = _Watch(stream_map)
         self._counts: defaultdict[tuple[Frame, str], int] = defaultdict(int)
-        self._outputs: dict[CallKey, Tensor] = {}
-        self._arguments: dict[tuple[CallKey, int], Tensor] = {}
+        self.calls: dict[CallKey, Call] = {}
         self._next = 0
         self._before: Tensor | None = None
         self._sublayers: list[SublayerEvent] = []
@@ -170,7 +170,7 @@ class _Recorder(TorchFunctionMode):
         """Take an input that is itself the first state of the stream."""
         before = self.map.sites[0].before.call
         if before.function.startswith("input:"):
-            self._outputs[before] = inputs[before.function.removeprefix("input:")]
+            self.calls[before] = Call.of_input(before.function, inputs[before.function.removeprefix("input:")])
 
     # every call --------------------------------------------------------------------------------------------------
 
@@ -198,18 +198,7 @@ class _Recorder(TorchFunctionMode):
     def _watched(
         self, key: CallKey, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        overwrites = _is_inplace(func)
-        out = None
-        if overwrites:  # the call destroys its first argument, so take a copy before
-            leaves[0] = leaves[0].clone()
-        out = func(*args, **kwargs)
-        for slot, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                self._arguments[key, slot] = leaf
-        result = leaves[0] if out is None else out
-        if isinstance(result, Tensor):
-            self._outputs[key] = result
+        self.calls[key], out = Call.run(key.function, func, args, kwargs)
         if key in self.watch.joins:
             self._join(self.map.sites[self.watch.joins[key]])
         if key in self.watch.thens:
@@ -219,39 +208,42 @@ class _Recorder(TorchFunctionMode):
     # the books ---------------------------------------------------------------------------------------------------
 
     def _join(self, site: Site) -> None:
-        if site.index != self._next:
-            raise _other_path(site.index, self._next)
-        before = self._outputs.get(site.before.call)
-        after = self._outputs[site.join.call]
-        if before is None:
+        if site.index != self._next or site.before.call not in self.calls:
             raise _other_path(site.index, self._next)
         self._check_continuity(site.index, site.carry_path, site.carried)
-        if site.carry == "identity" and self._arguments[site.carried[0].call, site.carried[0].slot or 0] is not before:
-            before = self._stream_shaped(self._value(site.carried[0]))  # an in-place join kept a copy of it
-        carried = self._sum(site.carried) if site.carried else None
-        writes = tuple(Write(w.kind, self._stream_shaped(self._sum(w.values))) for w in site.writes)
+        before, after = self.value(site.before), self.value(site.join)
+        if site.carry == "identity" and self.value(site.carried[0]) is not before:
+            before = self.value(site.carried[0])  # the copy that was kept from an in-place join
         event = SublayerEvent(
             index=site.index,
-            carried=None if carried is None else self._stream_shaped(carried),
-            writes=writes,
-            after=self._stream_shaped(after),
+            carried=self.stream_shaped(self._sum(site.carried)) if site.carried else None,
+            writes=tuple(Write(w.kind, self.stream_shaped(self._sum(w.values))) for w in site.writes),
+            after=self.stream_shaped(after),
         )
-        if carried is not None and not any(v.is_remainder for w in site.writes for v in w.values):
+        if event.carried is not None and not any(v.is_remainder for w in site.writes for v in w.values):
             self._check_additivity(event)
         if self._before is None:
-            self._before = self._stream_shaped(before)
+            self._before = self.stream_shaped(before)
         self._sublayers.append(event)
+        self.on_join(site, event)
         if site.after.call == site.join.call:
             self._leave(site, after)
+
+    def on_join(self, site: Site, event: SublayerEvent) -> None:
+        """For subclasses."""
+
+    def on_leave(self, site: Site) -> None:
+        """For subclasses."""
 
     def _then(self, site: Site) -> None:
         if site.index != self._next:
             raise _other_path(site.index, self._next)
         self._check_continuity(site.index, site.then_path, ())
-        self._leave(site, self._outputs[site.after.call])
+        self._leave(site, self.value(site.after))
 
     def _leave(self, site: Site, after: Tensor) -> None:
         """A sublayer is done; so may be its block."""
+        self.on_leave(site)
         self._next = site.index + 1
         block = self.map.blocks[site.block]
         if self._next == block.end_site:
@@ -261,15 +253,14 @@ class _Recorder(TorchFunctionMode):
                 num_blocks=len(self.map.blocks),
                 before=self._before,
                 sublayers=tuple(self._sublayers),
-                after=self._stream_shaped(after),
+                after=self.stream_shaped(after),
                 batch=self._batch_for(after),
             )
             with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
                 for reducer in self.reducers:
                     reducer.update(event)
             self._before, self._sublayers = None, []
-        self._arguments.clear()
-        self._outputs = {site.after.call: after}
+        self.calls = {site.after.call: self.calls[site.after.call]}
         if self.tail is not None and self._next == len(self.map.sites):
             self.tail.open(after)
 
@@ -289,22 +280,22 @@ class _Recorder(TorchFunctionMode):
             self.batch = Batch(mask=torch.ones(state.shape[:2], dtype=torch.bool, device=state.device))
         return self.batch
 
-    def _value(self, value: Value) -> Tensor:
+    def value(self, value: Value) -> Tensor:
+        """Return a tensor of this pass."""
+        call = self.calls[value.call]
         if value.slot is None:
-            return self._outputs[value.call]
-        if value.is_remainder:
-            return self._outputs[value.call] - self._arguments[value.call, 0]
-        return self._arguments[value.call, value.slot]
+            return call.made[0]
+        return call.made[0] - call.leaves[0] if value.is_remainder else call.leaves[value.slot]
 
     def _sum(self, values: Sequence[Value]) -> Tensor:
         total: Tensor | None = None
         for value in values:
-            part = self._value(value) if value.sign > 0 else -self._value(value)
+            part = self.value(value) if value.sign > 0 else -self.value(value)
             total = part if total is None else total + part
         assert total is not None
         return total
 
-    def _stream_shaped(self, t: Tensor) -> Tensor:
+    def stream_shaped(self, t: Tensor) -> Tensor:
         """Undo a flattening of batch and positions (OPT)."""
         mask = self.batch.mask
         if mask.numel() == 0 or t.shape[:2] == mask.shape:
@@ -317,14 +308,19 @@ class _Recorder(TorchFunctionMode):
         for value in (*(v for call in path for v in call.takes), *carried):
             if value.made_by is None or value.slot is None:
                 continue
-            made = self._outputs.get(value.made_by)
-            taken = self._arguments.get((value.call, value.slot))
-            if made is None or taken is None:
+            if value.made_by not in self.calls or value.call not in self.calls:
                 raise _other_path(index, self._next)
-            if made is not taken:
-                error = relative_error(taken, made, self.batch.mask)
-                if not error <= self.books.continuity:
-                    self.books.continuity, self.books.continuity_site = error, index
+            error = self._continuity_error(self.calls[value.made_by], self.calls[value.call], value.slot)
+            if not error <= self.books.continuity:
+                self.books.continuity, self.books.continuity_site = error, index
+
+    def _continuity_error(self, maker: Call, taker: Call, slot: int) -> float:
+        """Return 0 where the very tensor that was made is taken, unchanged; infinity where it was changed in place."""
+        taken = taker.given[slot]
+        for made, made_version in zip(maker.made, maker.made_versions, strict=True):
+            if made is taken:
+                return 0.0 if made_version == taker.given_versions[slot] else float("inf")
+        return min(relative_error(taker.leaves[slot], made, self.batch.mask) for made in maker.made)
 
     def _check_additivity(self, event: SublayerEvent) -> None:
         total = event.carried
@@ -336,13 +332,6 @@ class _Recorder(TorchFunctionMode):
         error = relative_error(total, event.after, self.batch.mask)
         if not error <= self.books.additivity:
             self.books.additivity, self.books.additivity_site = error, event.index
-
-
-def _is_inplace(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i")
-    return name.endswith("_")
 
 
 def _other_path(site: int, expected: int) -> StreamNotFoundError:
