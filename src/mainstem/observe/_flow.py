@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mainstem.observe._rules import FUSED_ADDS, JOINS, NORMS, SHAPE, Status, status_of_call
+from mainstem.observe._rules import FUSED_ADDS, JOINS, NORMS, SHAPE, SIZES, Status, status_of_call
 from mainstem.observe._trace import Node, Trace
 
 CarryKind = Literal["identity", "scale", "norm", "mix", "none"]
@@ -67,8 +67,15 @@ class Link:
         return [node for node in self.nodes if node.index in wanted]
 
     def linear_path(self, index: int) -> list[Node]:
-        """Return the carrying nodes that the node ``index`` is made from, itself included, in order."""
-        return [n for n in self.ancestors(index) if self.status[n.index] is Status.LINEAR]
+        """Return the calls that carry the start to the node ``index``, itself included, in order.
+
+        Calls that only make a coefficient of a carrying call (a mixing matrix, say) are not among them.
+        """
+        wanted = {index}
+        for node in reversed(self.nodes):
+            if node.index in wanted and self.status[node.index] is Status.LINEAR:
+                wanted |= {maker for _, t, maker in node.inputs if t.is_floating_point()}
+        return [n for n in self.nodes if n.index in wanted and self.status[n.index] is Status.LINEAR]
 
     @property
     def carry_kind(self) -> CarryKind:
@@ -85,9 +92,26 @@ def path_kind(path: list[Node], nodes: list[Node]) -> CarryKind:
     working = [n for n in path if n.name not in SHAPE]
     if not working:
         return "identity"
-    if any(n.name in NORMS for n in working) or any(n.name in ("rsqrt", "sqrt") for n in nodes):
+    around = {n.index: n for n in nodes}
+    if any(n.name in NORMS or _divides_by_size(n, around) for n in working):
         return "norm"
     return "scale" if all(_is_scaling(n) for n in working) else "mix"
+
+
+def _divides_by_size(node: Node, around: dict[int, Node]) -> bool:
+    """Whether ``node`` multiplies or divides by a root or a deviation, as a norm written by hand does."""
+    if node.name not in ("mul", "div"):
+        return False
+    factors = [maker for _, _, maker in node.inputs]
+    while factors:
+        factor = around.get(factors.pop())
+        if factor is None:
+            continue
+        if factor.name in SIZES:
+            return True
+        if factor.name in SHAPE or factor.name in ("add", "clamp", "clamp_min", "maximum", "reciprocal"):
+            factors += [maker for _, _, maker in factor.inputs[:1]]
+    return False
 
 
 def _is_scaling(node: Node) -> bool:

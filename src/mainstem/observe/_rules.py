@@ -30,6 +30,8 @@ PRODUCT = frozenset("mul".split())
 CONTRACTION = frozenset("matmul bmm mm einsum linear tensordot rmatmul".split())
 REDUCTION = frozenset("sum mean".split())
 NORMS = frozenset("layer_norm rms_norm normalize".split())
+SIZES = frozenset("rsqrt sqrt std norm linalg_norm linalg_vector_norm vector_norm".split())
+"""Functions that measure how large a vector is."""
 ATTENTION = frozenset("scaled_dot_product_attention multi_head_attention_forward flex_attention".split())
 FUSED_ADDS = frozenset("addcmul addmm baddbmm".split())
 """Functions that add a product to their first argument: the write itself is never a tensor."""

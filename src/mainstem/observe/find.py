@@ -85,7 +85,12 @@ def _sink(seen: Trace, model: nn.Module) -> tuple[int, str]:
         list(result) if isinstance(result, tuple | list) else [getattr(result, "logits", result)]
     )
     for value in leaves:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2 and id(value) in seen.maker:
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.ndim >= 2
+            and id(value) in seen.maker
+        ):
             return seen.maker[id(value)], "output"
     raise StreamNotFoundError(
         f"{type(model).__name__} returned {type(result).__name__} without a float tensor of 2 or more dimensions; "
@@ -100,7 +105,9 @@ def _sources(seen: Trace, sink: int, wanted: str | None) -> list[int]:
     exact: list[int] = []
     other: list[int] = []
     for node in seen.nodes[: sink + 1]:
-        lookup = node.name == "embedding" or (node.name == "getitem" and id(node.inputs[0][1]) in seen.parameters)
+        lookup = node.name == "embedding" or (
+            node.name == "getitem" and id(node.inputs[0][1]) in seen.parameters
+        )
         index = next((t for _, t, _ in node.inputs if not t.is_floating_point()), None)
         if lookup and index is not None and node.output.is_floating_point():
             same = [name for name, t in ids.items() if t.shape == index.shape and torch.equal(t, index)]
@@ -181,7 +188,7 @@ class _MapBuilder:
     def build(self, model_name: str) -> StreamMap:
         """Return the finished map."""
         pieces = self._pieces()
-        if not pieces:
+        if not pieces or any(self._spans_blocks(piece) for piece in pieces):
             self._refuse(model_name)
         shape = pieces[0].state.output.shape
         sites: list[Site] = []
@@ -235,6 +242,26 @@ class _MapBuilder:
                 pieces.append(_Piece(state, run))
                 run = []
         return pieces
+
+    def _spans_blocks(self, piece: _Piece) -> bool:
+        """Whether one member of a module list works on what another made, with no state of the stream between."""
+        for link in piece.links:
+            block = self.block_frame(link.end)
+            inside = f"{block.path}." if block is not None else ""
+            members: defaultdict[str, dict[int, Frame]] = defaultdict(dict)
+            for node in link.nodes:
+                for frame in node.stack:
+                    head, _, last = frame.path.rpartition(".")
+                    if last.isdigit() and not (inside and head.startswith(inside)):
+                        members[head][node.index] = frame
+            for frames in members.values():
+                later = [index for index, frame in frames.items() if frame != next(iter(frames.values()))]
+                if later and any(
+                    frames.get(n.index, frames[later[0]]) != frames[later[0]]
+                    for n in link.ancestors(later[0])
+                ):
+                    return True
+        return False
 
     def _is_sublayer(self, link: Link) -> bool:
         """Whether a link lies in a block (in a model without numbered blocks, any link may)."""
@@ -298,7 +325,9 @@ class _MapBuilder:
 
     def _path(self, steps: list[Link]) -> tuple[PathCall, ...]:
         """Return the carrying calls of consecutive local links."""
-        return tuple(self._path_call(n, link.status) for link in steps for n in link.linear_path(link.end.index))
+        return tuple(
+            self._path_call(n, link.status) for link in steps for n in link.linear_path(link.end.index)
+        )
 
     def _path_call(self, node: Node, status: dict[int, Status]) -> PathCall:
         takes = [
@@ -324,7 +353,8 @@ class _MapBuilder:
         if link.constant:
             found.setdefault("other", []).extend((leaf, link.end.key.frame.path) for leaf in link.constant)
         return tuple(
-            WriteSite(kind, leaves[0][1], tuple(self._value(leaf) for leaf, _ in leaves)) for kind, leaves in found.items()
+            WriteSite(kind, leaves[0][1], tuple(self._value(leaf) for leaf, _ in leaves))
+            for kind, leaves in found.items()
         )
 
     def _positions(self) -> int:
@@ -335,10 +365,10 @@ class _MapBuilder:
         size = max((len(link.nodes) for link in self.chain.links), default=0)
         raise StreamNotFoundError(
             f"no residual stream was found in {model_name}: of {len(self.chain.states)} tensors that every path from "
-            f"the embedding to {self.output} passes, no two have a sublayer between them that adds to the first or "
-            f"replaces it in a numbered block; the longest stretch between two holds {size} calls. A model whose "
-            "sublayers read the outputs of many earlier ones (depth attention, dense connections) has no single "
-            "state between its blocks and cannot be mapped this way."
+            f"the embedding to {self.output!r} passes, no two in a row have just one sublayer of one block between "
+            f"them; the longest stretch without such a tensor holds {size} calls. A model whose sublayers read the "
+            "outputs of many earlier ones (depth attention, dense connections) or that adds its input after its last "
+            "block has no single state between its blocks, and cannot be mapped this way."
         )
 
 
@@ -363,7 +393,9 @@ def _group(sites: list[Site], frames: list[Frame | None]) -> tuple[list[BlockMap
             new = not blocks or bool(kinds & seen_kinds) or "attn" in kinds or blocks[-1].call >= 0
         if new:
             path = frame.path if frame is not None else site.writes[0].module
-            blocks.append(BlockMap(len(blocks), path, frame.call if frame else -1, site.index, site.index + 1))
+            blocks.append(
+                BlockMap(len(blocks), path, frame.call if frame else -1, site.index, site.index + 1)
+            )
             seen_kinds = set()
         seen_kinds |= kinds
         blocks[-1] = dataclasses.replace(blocks[-1], end_site=site.index + 1)
