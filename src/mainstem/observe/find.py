@@ -216,11 +216,19 @@ class _MapBuilder:
         )
 
     def _pieces(self) -> list[_Piece]:
-        """Cut the chain into sublayers: every join, and every run of opaque links inside one module of a block."""
+        """Cut the chain into sublayers: every join, and every run of opaque links inside one module of a block.
+
+        Where something outside a block replaces the stream, another begins (a decoder that reads an encoder); the
+        one with the most sublayers is meant.
+        """
+        longest: list[_Piece] = []
         pieces: list[_Piece] = []
         run: list[Link] = []
         chain = self.chain.links
         for i, link in enumerate(chain):
+            if link.kind == "opaque" and not self._is_sublayer(link):  # one stream ends, another may begin
+                longest, pieces, run = max(longest, pieces, key=len), [], []
+                continue
             if link.kind == "join":
                 pieces.append(_Piece(link.start, [link]))
                 run = []
@@ -241,7 +249,7 @@ class _MapBuilder:
                 state = pieces[-1].links[-1].end if pieces else self._front_end(run[0])
                 pieces.append(_Piece(state, run))
                 run = []
-        return pieces
+        return max(longest, pieces, key=len)
 
     def _spans_blocks(self, piece: _Piece) -> bool:
         """Whether one member of a module list works on what another made, with no state of the stream between."""
