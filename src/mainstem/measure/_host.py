@@ -29,7 +29,7 @@ class HostReducer(Reducer):
 
     def send(self, index: int, key: Hashable, tensors: Sequence[Tensor], batch: Batch) -> None:
         """Hand small tensors of block or state ``index`` to ``take``, now or at the end of the pass."""
-        if all(t.device.type == "cpu" for t in tensors):
+        if _on_host(tensors):
             self.take(index, key, [t.numpy() for t in tensors], batch.host)
         else:
             self._waiting.append((index, key, tensors))
@@ -43,6 +43,10 @@ class HostReducer(Reducer):
     @abc.abstractmethod
     def take(self, index: int, key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
         """Add arrays of block or state ``index``, each ``[batch * pos]`` unless the class says otherwise."""
+
+
+def _on_host(tensors: Sequence[Tensor]) -> bool:
+    return all(t.device.type == "cpu" for t in tensors)
 
 
 class SplitSums:
@@ -79,10 +83,6 @@ class SplitSums:
         rest, num_rest, first, num_first = (float(v) for v in self._sums[key])
         total, num = rest + first, num_rest + num_first
         return Split(ratio(rest, num_rest), ratio(first, num_first), ratio(total, num))
-
-    def count(self, key: Hashable) -> int:
-        """Number of tokens, or the total weight, behind a figure."""
-        return round(float(self._sums[key][1] + self._sums[key][3])) if key in self._sums else 0
 
 
 def _sum(values: Floats) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, Self
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -278,12 +279,15 @@ class FirstNonFinite(HostReducer):
         # nan and inf survive a sum; padding may hold them too, so the slow look decides.
         if math.isfinite(float(norm.sum())):
             return
-        bad = [p for p in (*host.first, *host.rest) if not math.isfinite(norm[p])]
-        self._num += len(bad)
-        order, site = key
-        for p in bad:
+        places = np.concatenate([host.first, host.rest])
+        bad = places[~np.isfinite(norm[places])]
+        self._num += bad.size
+        if bad.size:
+            order, site = key
+            # The lowest flat place is the first position of the first sequence.
+            p = int(bad.min())
             sequence, position = int(host.sequence[p]), int(host.position[p])
-            found = NonFiniteSite(index, site, sequence, position, host.token_id(int(p)))
+            found = NonFiniteSite(index, site, sequence, position, host.token_id(p))
             self._offer(((index, order, sequence, position), found))
 
     def _offer(self, found: tuple[tuple[int, int, int, int], NonFiniteSite]) -> None:
