@@ -56,6 +56,22 @@ def test_parallel_vectors_stay_in_range(scale: float, factor: float, seed: int, 
     assert ((angle - wanted / 2).abs() <= math.sqrt(2 * tolerance)).all()
 
 
+@pytest.mark.parametrize("factor", [1.1, -0.7])
+def test_reducers_clamp_parallel_states(factor: float) -> None:
+    """Rounding lifts some of 500 cosines above 1: one arccos of them would be nan."""
+    fake = make_pass((500, 500), blocks=1)
+    fake.states[1] = factor * fake.states[0]
+    influence, last, rest = BlockInfluence(), AngularDistances(), AngularDistances("rest")
+    fake.feed(influence, last, rest)
+    (figures,) = influence.result().blocks
+    wanted = 0.0 if factor > 0 else 1.0
+    assert figures.influence.rest == pytest.approx(2 * wanted, abs=1e-6)
+    assert 0 <= figures.influence.rest <= 2
+    assert figures.angle.rest == pytest.approx(wanted, abs=3e-4)
+    assert last.result().distances[0][0] == pytest.approx(wanted, abs=3e-4)
+    assert rest.result().distances[0][0] == pytest.approx(wanted, abs=3e-4)
+
+
 def test_closed_forms() -> None:
     x = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 0.0]]])
     y = torch.tensor([[[0.0, 2.0], [3.0, 3.0], [-5.0, 0.0], [1.0, 0.0]]])
