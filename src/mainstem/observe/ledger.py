@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mainstem.connections import Connection, Trunk
 from mainstem.errors import BooksError
 from mainstem.measure.events import Batch, Reducer, SublayerEvent
 from mainstem.observe._frames import FrameTracker
@@ -67,16 +66,6 @@ class Ledger:
         """
         row, written = self["embed"].flatten(2), self.embedded.flatten(2)
         return (row * written).sum(-1) / (written * written).sum(-1).clamp_min(torch.finfo(row.dtype).tiny)
-
-
-class HasSublayers(Protocol):
-    """A transformer that can say how its connections and branches follow each other."""
-
-    trunk: Trunk
-
-    def sublayers(self) -> Iterator[tuple[int, Connection, Mapping[str, nn.Module]]]:
-        """Yield block number, connection, and branches by kind, in order."""
-        ...
 
 
 def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -> Ledger:
@@ -198,8 +187,3 @@ class _LedgerRecorder(Recorder):
         maker = self.calls[value.made_by]
         place = next((i for i, t in enumerate(maker.made) if t is taken), 0)
         return made[value.made_by][place]
-
-
-def tower_ledger(tower: HasSublayers, embedded: Mapping[str, Tensor], updates: Sequence[Mapping[str, Tensor]], mask: Tensor) -> Ledger:
-    """placeholder"""
-    raise NotImplementedError

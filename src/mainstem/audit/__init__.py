@@ -1,0 +1,28 @@
+"""The main job: plan, run, and an `AuditResult` in a versioned, documented schema. Needs the extra ``[hf]``."""
+
+from mainstem.audit.config import AuditConfig
+from mainstem.audit.result import (
+    SCHEMA,
+    AngularDistance,
+    AuditResult,
+    BlockFigures,
+    BooksSummary,
+    Finding,
+    Loss,
+    Outlier,
+)
+from mainstem.audit.run import audit_windows, run_audit
+
+__all__ = [
+    "SCHEMA",
+    "AngularDistance",
+    "AuditConfig",
+    "AuditResult",
+    "BlockFigures",
+    "BooksSummary",
+    "Finding",
+    "Loss",
+    "Outlier",
+    "audit_windows",
+    "run_audit",
+]

@@ -1,0 +1,53 @@
+"""What an audit is asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from mainstem.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """Every choice of an audit; all of it goes into the provenance.
+
+    Attributes:
+        model: hub id, folder, ``.gguf`` file, or shorthand such as ``"smollm2"``.
+        text: file, folder, name of a dataset, or the words themselves.
+        tokens: tokens of the text to use, None for all of it.
+        window: tokens in a window; windows do not see each other.
+        batch_size: windows in a forward pass.
+        first_token: what every window begins with: ``"none"``, ``"bos"``, ``"eos"``, or a token's own text.
+        pad_side: where a shorter last window is padded.
+        dtype: dtype of the model's weights and of its stream.
+        device: where it runs.
+        revision: of a hub model.
+        trust_remote_code: whether a hub model may run Python code of its own.
+        lens: whether to read every state out with the model's own head (a second pass with one head a block).
+        rounding_every: look at every k-th position for what a 16-bit stream would absorb; 1 is exact.
+    """
+
+    model: str
+    text: str
+    tokens: int | None = 2048
+    window: int = 256
+    batch_size: int = 4
+    first_token: str = "none"
+    pad_side: Literal["right", "left"] = "right"
+    dtype: str = "float32"
+    device: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    lens: bool = True
+    rounding_every: int = 16
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 2:
+            raise ConfigError(f"an audit of {self.tokens} token(s) was asked for; at least 2 are needed.")
+        if self.rounding_every < 1:
+            raise ConfigError(f"rounding_every is {self.rounding_every}; it must be at least 1.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choices as plain values."""
+        return dataclasses.asdict(self)

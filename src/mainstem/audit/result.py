@@ -1,0 +1,186 @@
+"""What an audit found, in a versioned schema (``schema.json`` beside this file, docs/audit-schema.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SCHEMA = "mainstem.audit/1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Next-token prediction on the text.
+
+    Attributes:
+        nll: mean negative log-likelihood, nats a token.
+        perplexity: ``exp(nll)``.
+        accuracy: share of tokens that had the largest logit.
+        tokens: tokens scored: all real ones but the first of each window.
+    """
+
+    nll: float
+    perplexity: float
+    accuracy: float
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BooksSummary:
+    """Whether the books balance.
+
+    Attributes:
+        additivity: largest ``|after - (carried + writes)| / |after|`` over all sublayers and tokens.
+        continuity: largest ``|taken - left| / |left|`` between what a sublayer carries and what the one before left.
+        tolerance: what was allowed for this dtype; an audit beyond it is refused.
+        sublayers: sublayers checked in each pass; ``passes``: forward passes checked.
+    """
+
+    additivity: float
+    continuity: float
+    tolerance: float
+    sublayers: int
+    passes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outlier:
+    """The largest activation of the stream after one block.
+
+    Attributes:
+        block: the block.
+        position: place of the token in its window, 0-based, padding not counted.
+        channel: entry of the width; ``stream``: which of several streams.
+        value: signed.
+        sequence: number of the window; ``token_id`` and ``token``: which token.
+        median_ratio: ``|value|`` over the median of ``|h|`` after this block.
+        massive: ``|value| > 100`` and ``>= 1000`` medians (Sun et al., arXiv 2402.17762).
+    """
+
+    block: int
+    position: int
+    channel: int
+    stream: int
+    value: float
+    sequence: int
+    token_id: int | None
+    token: str | None
+    median_ratio: float
+    massive: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFigures:
+    """One block. Means over all tokens but padding and the first of each window, unless said otherwise.
+
+    Attributes:
+        block: 0-based number; ``module``: its path in the model.
+        block_influence: mean of ``1 - cos(h_l, h_{l+1})`` (ShortGPT, arXiv 2403.03853).
+        angular_distance_next: ``arccos(cos(h_l, h_{l+1})) / pi`` of each window's last token (arXiv 2403.17887).
+        attn_write_ratio: ``|a| / |h|``; ``mlp_write_ratio``: ``|m| / |h + a|``; ``mixer_write_ratio``,
+            ``cross_attn_write_ratio`` likewise; None where the block has no such write or carries nothing.
+        write_ratio: ``|a + m| / |h|``; ``write_cosine``: ``cos(a + m, h)``.
+        resid_norm_mean, resid_norm_median, resid_norm_p5, resid_norm_p95: of ``|h_{l+1}|``.
+        resid_norm_first: mean of ``|h_{l+1}|`` over the windows' first tokens.
+        resid_outlier_tokens: tokens with a norm beyond 5 medians.
+        max_abs: largest ``|h_{l+1}|`` entry, first tokens too; ``headroom_bits``: doublings left before it leaves
+            float16, bfloat16 and the model's own dtype.
+        absorbed_bfloat16, absorbed_float16: share of the block's non-zero write entries that would not change a
+            stream kept in that dtype, by kind of write, ``rest`` and ``first`` tokens apart.
+        lens_kl: mean over all tokens of ``KL(p_final || p_lens)`` of the state after the block, nats;
+            ``lens_reverse_kl`` the other direction; ``lens_top1``: share of tokens with the model's own top word.
+        first: figures of the first tokens alone.
+    """
+
+    block: int
+    module: str
+    block_influence: float
+    angular_distance_next: float
+    attn_write_ratio: float | None
+    mlp_write_ratio: float | None
+    cross_attn_write_ratio: float | None
+    mixer_write_ratio: float | None
+    write_ratio: float | None
+    write_cosine: float | None
+    resid_norm_mean: float
+    resid_norm_median: float
+    resid_norm_p5: float
+    resid_norm_p95: float
+    resid_norm_first: float
+    resid_outlier_tokens: int
+    max_abs: float
+    headroom_bits: Mapping[str, float]
+    absorbed_bfloat16: Mapping[str, Mapping[str, float]]
+    absorbed_float16: Mapping[str, Mapping[str, float]]
+    lens_kl: float | None
+    lens_reverse_kl: float | None
+    lens_top1: float | None
+    first: Mapping[str, float | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AngularDistance:
+    """Angular distances over n blocks, of each window's last token.
+
+    Attributes:
+        distances: ``distances[n - 1][l]``: between the states before block ``l`` and before block ``l + n``.
+        best: for each n, the start with the least distance.
+    """
+
+    distances: Sequence[Sequence[float]]
+    best: Sequence[Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One question of the audit and what was found, in a sentence."""
+
+    number: int
+    question: str
+    finding: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditResult:
+    """The whole audit.
+
+    Attributes:
+        provenance: model, text, options, stream, versions: what is needed to repeat it.
+        loss: None for a model that does not predict the next token.
+        books: see `BooksSummary`.
+        outliers: one entry a block.
+        blocks: one entry a block.
+        angular_distance: all block sizes.
+        first_nonfinite: where a NaN or infinity came first, None where all is finite.
+        findings: by question.
+    """
+
+    provenance: Mapping[str, Any]
+    loss: Loss | None
+    books: BooksSummary
+    outliers: Sequence[Outlier]
+    blocks: Sequence[BlockFigures]
+    angular_distance: AngularDistance
+    first_nonfinite: Mapping[str, Any] | None
+    findings: Sequence[Finding]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; a figure that is not finite is None."""
+        found: dict[str, Any] = {"schema": SCHEMA}
+        for field in dataclasses.fields(self):
+            found[field.name] = _plain(getattr(self, field.name))
+        return found
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value

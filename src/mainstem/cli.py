@@ -1,0 +1,159 @@
+"""The command: one function a verb; it parses, calls and prints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from mainstem import __version__
+from mainstem.errors import MainstemError, MissingExtraError
+
+if TYPE_CHECKING:
+    from mainstem.audit.run import Progress
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError as missing:  # the core installs without them; the command says how to get them
+    print(f"mainstem: {MissingExtraError('The command', str(missing.name), 'hf')}", file=sys.stderr)
+    raise SystemExit(1) from None
+
+app = typer.Typer(
+    name="mainstem",
+    help="Audit the residual stream of deep transformers, with books that balance.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print versions for a bug report.")] = False) -> None:
+    if version:
+        import platform
+
+        import torch
+
+        print(f"mainstem {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="Hub id, folder, .gguf file, or 'smollm2'.", show_default=False, metavar="MODEL")
+]
+TextOption = Annotated[
+    str, typer.Option(help="File, folder, dataset name, or text:WORDS.", show_default=False, metavar="T")
+]
+DtypeOption = Annotated[str, typer.Option(help="float32, float64, bfloat16, float16, or auto (the checkpoint's).")]
+TrustOption = Annotated[bool, typer.Option(help="Let a hub model run Python code of its own.")]
+
+
+@app.command(epilog="Example:  mainstem audit smollm2 --text README.md --tokens 2048 --out out/smollm2")
+def audit(
+    model: ModelArgument,
+    text: TextOption,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to use; 0 for all of it.", metavar="N")] = 2048,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for audit.json and audit.csv.", show_default="audit-MODEL", metavar="DIR")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens in a window; windows do not see each other.")] = 256,
+    batch_size: Annotated[int, typer.Option(help="Windows in a forward pass.")] = 4,
+    first_token: Annotated[
+        str, typer.Option(help="What every window begins with: none, bos, eos, or a token's own text.")
+    ] = "none",
+    dtype: DtypeOption = "float32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; auto spreads the model.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    lens: Annotated[bool, typer.Option(help="Read every block out with the model's own head.")] = True,
+    trust_remote_code: TrustOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+) -> None:
+    """Audit MODEL on a text: do the books balance, how does the stream grow, what does each block write."""
+    from mainstem.audit import AuditConfig, run_audit
+    from mainstem.report import print_result, to_json, write_files
+
+    config = AuditConfig(
+        model=model,
+        text=text,
+        tokens=tokens or None,
+        window=window,
+        batch_size=batch_size,
+        first_token=first_token,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        lens=lens,
+        trust_remote_code=trust_remote_code,
+    )
+    folder = out or (None if as_json else Path(f"audit-{Path(model).name}"))
+    with _progress() as tell:
+        result = run_audit(config, tell)
+    files = write_files(result, folder) if folder is not None else []
+    if as_json:
+        print(to_json(result), end="")
+        return
+    print_result(result, Console())
+    for path in files:
+        print(f"wrote {path}")
+
+
+@app.command(epilog="Example:  mainstem inspect smollm2")
+def inspect(model: ModelArgument, dtype: DtypeOption = "float32", trust_remote_code: TrustOption = False) -> None:
+    """Show where MODEL's residual stream is: its blocks, what each writes, and how the stream is carried."""
+    import torch
+
+    from mainstem.observe import find_stream
+    from mainstem.sources import load_model
+
+    loaded = load_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    ids = torch.arange(2 * 11).reshape(2, 11) % loaded.model.config.vocab_size
+    inputs: dict[str, Any] = {"input_ids": ids}
+    print(find_stream(loaded.model, inputs).describe())
+
+
+@contextmanager
+def _progress() -> Generator[Progress]:
+    """A bar on a terminal, a line a step elsewhere; always on standard error."""
+    if sys.stderr.isatty():
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("starting", total=1)
+            yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        return
+    last: list[str] = []
+
+    def line(what: str, done: int, total: int) -> None:
+        says = f"{what} {done}/{total}" if total > 1 else what
+        if last != [says]:
+            print(says, file=sys.stderr, flush=True)
+            last[:] = [says]
+
+    yield line
+
+
+def main() -> None:
+    """Run the command: a user's mistake ends in one sentence and status 1, an interruption in 130."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        app()
+    except MainstemError as error:
+        print(f"mainstem: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("mainstem: interrupted; nothing was written.", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The ledger of a tower, from what its connections say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mainstem.connections import Connection, Stream, Trunk
+from mainstem.observe.ledger import Ledger
+
+
+class Tower(Protocol):
+    """What this module asks of a transformer; :class:`mainstem.tower.Tower` is one."""
+
+    trunk: Trunk
+    blocks: nn.ModuleList
+
+    def sublayers(self) -> Iterator[tuple[int, Connection, dict[str, nn.Module]]]:
+        """Yield block number, connection, and branches by kind, in order."""
+        ...
+
+
+@torch.no_grad()
+def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None = None) -> Ledger:
+    """Return the ledger of a tower by the linearization of each of its connections.
+
+    Where :func:`mainstem.observe.ledger` reads coefficients off the data flow, this asks
+        :meth:`mainstem.connections.Connection.linearize`; the two are independent and agree, except that here the bias of
+    a norm on a write is in the ``bias`` row and there in the write's own. It works for every stream a connection can
+    carry, histories too. Holds one stream for each write; give it few tokens.
+
+    Args:
+        tower: run once, without gradients.
+        token_ids: ``[batch, pos]`` int64.
+        attention_mask: ``[batch, pos]``, true for real tokens.
+
+    Returns:
+        Rows after ``collapse``, ``[component, batch, pos, width]``; their sum is what the final norm reads.
+    """
+    embedded, positions, updates = _run(tower, token_ids, attention_mask)
+    stream: Stream = embedded
+    rows: dict[str, Stream] = {"embed": embedded}
+    if positions is not None:
+        rows["pos_embed"] = _map(lambda p, x: p.expand_as(x), tower.trunk.expand(positions), embedded)
+        rows["embed"] = _map(torch.sub, embedded, rows["pos_embed"])
+    rows["bias"] = _map(torch.zeros_like, embedded)
+    start = tower.trunk.linearize_collapse(embedded)(rows["embed"])
+    for (block, connection, branches), parts in zip(tower.sublayers(), updates, strict=True):
+        update = torch.stack(list(parts.values())).sum(0) if len(parts) > 1 else next(iter(parts.values()))
+        _, context = connection.read(stream)
+        step = connection.linearize(stream, update, context)
+        rows = {label: step.carry(row) for label, row in rows.items()}
+        for kind in branches:
+            rows[f"{block}_{kind}_out"] = step.inject(parts[kind])
+        if step.offset is not None:
+            rows["bias"] = _map(torch.add, rows["bias"], step.offset)
+        stream = connection.write(stream, update, context)
+    collapse = tower.trunk.linearize_collapse(stream)
+    rows["bias"] = rows.pop("bias")
+    top = {label: collapse(row) for label, row in rows.items()}
+    for label in ("pos_embed", "bias"):
+        if label in top and not bool(top[label].any()):
+            del top[label]
+    mask = torch.ones_like(token_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    return Ledger(tuple(top), torch.stack(list(top.values())), tower.trunk.collapse(stream), start, mask)
+
+
+def _run(
+    tower: Tower, token_ids: Tensor, attention_mask: Tensor | None
+) -> tuple[Stream, Tensor | None, list[dict[str, Tensor]]]:
+    """Return the first stream, what the positions added to it, and every branch's output, from one pass."""
+    found: dict[str, Any] = {}
+    updates: list[dict[str, Tensor]] = []
+    handles = [tower.blocks[0].register_forward_pre_hook(lambda _, args: found.update(stream=args[0]))]
+    table = getattr(tower, "position_embedding", None)
+    if isinstance(table, nn.Module):
+        handles.append(table.register_forward_hook(lambda *a: found.update(positions=a[2])))
+    for _, _, branches in tower.sublayers():
+        updates.append({})
+        for kind, branch in branches.items():
+            handles.append(branch.register_forward_hook(_keeper(updates[-1], kind)))
+    try:
+        cast(Callable[..., Tensor], tower)(token_ids, attention_mask)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found["stream"], found.get("positions"), updates
+
+
+def _keeper(place: dict[str, Tensor], kind: str) -> Callable[..., None]:
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        place[kind] = output
+
+    return keep
+
+
+def _map(function: Callable[..., Tensor], *streams: Stream) -> Stream:
+    """Apply a function to the tensors of one or more streams."""
+    return cast(Stream, pytree.tree_map(function, *streams))

@@ -1,0 +1,67 @@
+"""Results as files: written whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from mainstem.audit import AuditResult
+from mainstem.errors import MainstemError
+
+
+def write_files(result: AuditResult, folder: Path) -> list[Path]:
+    """Write ``audit.json`` and ``audit.csv`` into ``folder``, making it if need be.
+
+    Both are written beside their place first and moved there together, so a reader sees the old or the new.
+
+    Returns:
+        The files' paths.
+
+    Raises:
+        MainstemError: the folder cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as work:
+            made = [Path(work) / "audit.json", Path(work) / "audit.csv"]
+            made[0].write_text(to_json(result), encoding="utf-8")
+            made[1].write_text(to_csv(result), encoding="utf-8")
+            for path in made:
+                os.replace(path, folder / path.name)
+    except OSError as error:
+        raise MainstemError(
+            f"the results could not be written to {folder}: {error.strerror or error}. Nothing was left half written; "
+            "choose another folder with --out."
+        ) from error
+    return [folder / "audit.json", folder / "audit.csv"]
+
+
+def to_json(result: AuditResult) -> str:
+    """Return the result as one JSON object."""
+    return json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def to_csv(result: AuditResult) -> str:
+    """Return the figures by block, one row a block; nested figures have names with a dot."""
+    rows = [_flat(block) for block in result.to_dict()["blocks"]]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _flat(value: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {prefix.removesuffix("."): "" if value is None else value}
+    found: dict[str, object] = {}
+    for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+        found |= _flat(inner, f"{prefix}{key}.")
+    return found
+
+

@@ -1,0 +1,101 @@
+"""The ledger of towers: two independent ways to the same rows, for every connection, at 96 blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mainstem.connections import NormConfig, scheme_names
+from mainstem.errors import BooksError
+from mainstem.observe import Ledger, find_stream, ledger, tower_ledger
+from mainstem.tower import Tower, TowerConfig
+
+# fp32: 192 carries through norms, each rounding at 6e-8 of a row that may be 30 times the sum; measured 2.5e-6.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+SINGLE_CARRIED = {"pre_norm", "sandwich_norm", "reordered_norm"}
+
+
+def make_tower(
+    connection: str, dtype: torch.dtype, *, kind: str = "rms", num_blocks: int = 96, **more: object
+) -> Tower:
+    torch.manual_seed(0)
+    config = TowerConfig(
+        vocab_size=50,
+        width=16,
+        num_blocks=num_blocks,
+        num_heads=2,
+        ffn_width=32,
+        connection=connection,
+        norm=NormConfig(kind=kind),
+        **more,
+    )
+    tower = Tower(config).to(dtype).eval()
+    for parameter in tower.parameters():
+        if parameter.ndim == 1:  # norms that are not the identity
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return tower
+
+
+def both(tower: Tower) -> tuple[Ledger, Ledger]:
+    ids = torch.randint(0, 50, (2, 7))
+    inputs = {"token_ids": ids}
+    return tower_ledger(tower, ids), ledger(tower, inputs, find_stream(tower, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("connection", scheme_names())
+def test_rows_sum_to_the_final_stream_at_96_blocks(connection: str, dtype: torch.dtype) -> None:
+    linearized, followed = both(make_tower(connection, dtype))
+    for found in (linearized, followed):
+        assert len([label for label in found.labels if label.endswith("_out")]) == 192
+        assert found.error <= TOLERANCE[dtype]
+        assert found.check(TOLERANCE[dtype]) is found
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("connection", scheme_names())
+def test_linearization_and_data_flow_agree_row_by_row(connection: str, kind: str) -> None:
+    tower = make_tower(
+        connection, torch.float64, kind=kind, num_blocks=6, positions="learned", max_positions=8
+    )
+    linearized, followed = both(tower)
+    size = followed.final.norm()
+    # A LayerNorm on a write has a bias, which the data flow counts with the write and linearize with the bias row.
+    biased_writes = kind == "layer" and connection in ("sandwich_norm", "reordered_norm")
+    for label in followed.labels:
+        if not (biased_writes and label.endswith("_out")):
+            assert (linearized[label] - followed[label]).norm() <= 1e-12 * size, label
+    if biased_writes:
+        writes = [label for label in followed.labels if label.endswith("_out")]
+        difference = sum(followed[label] - linearized[label] for label in writes)
+        assert (difference - linearized["bias"]).norm() <= 1e-12 * size
+    else:
+        assert set(linearized.labels) == set(followed.labels)
+
+
+@pytest.mark.parametrize("connection", scheme_names())
+def test_carried_share_of_the_embedding(connection: str) -> None:
+    linearized, followed = both(make_tower(connection, torch.float64, num_blocks=12))
+    share = linearized.carried_share()
+    torch.testing.assert_close(share, followed.carried_share(), rtol=1e-10, atol=1e-12)
+    if connection in SINGLE_CARRIED:
+        assert torch.equal(share, torch.ones_like(share))
+    elif connection == "no_residual":
+        assert torch.equal(share, torch.zeros_like(share))
+    else:  # Post-LN and DeepNorm: neither kept whole nor lost
+        assert bool((share > 0).all())
+        assert not torch.allclose(share, torch.ones_like(share), atol=1e-2)
+
+
+def test_a_parallel_block_has_a_row_for_each_branch() -> None:
+    linearized, followed = both(make_tower("pre_norm", torch.float64, num_blocks=4, parallel=True))
+    assert linearized.labels == ("embed", *(f"{i}_{kind}_out" for i in range(4) for kind in ("attn", "mlp")))
+    for label in linearized.labels:
+        torch.testing.assert_close(linearized[label], followed[label], rtol=1e-12, atol=1e-14)
+
+
+def test_a_ledger_that_does_not_balance_is_refused() -> None:
+    linearized, _ = both(make_tower("pre_norm", torch.float32, num_blocks=2))
+    linearized.rows[1] *= 1.01
+    with pytest.raises(BooksError, match="does not balance"):
+        linearized.check(1e-5)
