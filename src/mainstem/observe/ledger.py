@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,9 +109,8 @@ class _LedgerRecorder(Recorder):
         """Carry the rows over the join and add what was written."""
         if not self.rows:
             self._open()
-        carried = {label: self._carry(row, site, label == "bias") for label, row in self.rows.items()}
-        after = event.after
-        self.rows = {label: torch.zeros_like(after) if row is None else row for label, row in carried.items()}
+        carried = self._each(lambda row, bias: self._carry(row, site, bias)) if site.carried else {}
+        self.rows = carried or {label: torch.zeros_like(event.after) for label in self.rows}
         for write in event.writes:
             label = f"{site.block}_{write.kind}_out"
             while label in self.rows:  # a block that writes one kind twice
@@ -120,9 +119,16 @@ class _LedgerRecorder(Recorder):
 
     def on_leave(self, site: Site) -> None:
         """Take the rows through what happens to the stream itself."""
-        for label, row in self.rows.items():
-            self.rows[label] = self._walk(site.then_path, site.join.call, row, label == "bias", site.after.call)
+        if site.then_path:
+            end = site.after.call
+            self.rows = self._each(lambda row, bias: self._walk(site.then_path, site.join.call, row, bias, end))
         self.final = self.stream_shaped(self.value(site.after)).clone()
+
+    def _each(self, step: Callable[[Tensor, bool], Tensor]) -> dict[str, Tensor]:
+        """Apply a linear step to every row at once; the bias row, which takes up offsets on the way, apart."""
+        labels = [label for label in self.rows if label != "bias"]
+        done = torch.vmap(lambda row: step(row, False))(torch.stack([self.rows[label] for label in labels]))
+        return {**dict(zip(labels, done, strict=True)), "bias": step(self.rows["bias"], True)}
 
     def close(self) -> Ledger:
         """Return the ledger, rows that are zero left out."""
@@ -145,10 +151,8 @@ class _LedgerRecorder(Recorder):
         self.embedded = embed
         self.rows = {"embed": embed, "pos_embed": added, "bias": everything - added}
 
-    def _carry(self, row: Tensor, site: Site, offsets: bool) -> Tensor | None:
-        """Return what the site keeps of a row, None for nothing."""
-        if not site.carried:
-            return None
+    def _carry(self, row: Tensor, site: Site, offsets: bool) -> Tensor:
+        """Return what the site keeps of a row."""
         made = self._evaluate(site.carry_path, site.before.call, row, offsets, constants=offsets)
         total: Tensor | None = None
         for value in site.carried:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mainstem.connections import Connection, Stream, Trunk
+from mainstem.connections import AffineStep, Connection, Stream, Trunk
 from mainstem.observe.ledger import Ledger
 
 
@@ -53,7 +54,7 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
         update = torch.stack(list(parts.values())).sum(0) if len(parts) > 1 else next(iter(parts.values()))
         _, context = connection.read(stream)
         step = connection.linearize(stream, update, context)
-        rows = {label: step.carry(row) for label, row in rows.items()}
+        rows = _carry(step, rows)
         for kind in branches:
             rows[f"{block}_{kind}_out"] = step.inject(parts[kind])
         if step.offset is not None:
@@ -67,6 +68,13 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
             del top[label]
     mask = torch.ones_like(token_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     return Ledger(tuple(top), torch.stack(list(top.values())), tower.trunk.collapse(stream), start, mask)
+
+
+def _carry(step: AffineStep, rows: dict[str, Stream]) -> dict[str, Stream]:
+    """Carry all rows at once."""
+    stacked = _map(lambda *tensors: torch.stack(tensors), *rows.values())
+    done = torch.vmap(step.carry)(stacked)
+    return {label: _map(operator.itemgetter(i), done) for i, label in enumerate(rows)}
 
 
 def _run(
