@@ -162,6 +162,16 @@ class DenseStack(Stack):
         return self.head(self.norm(sum(w * h for w, h in zip(self.weights[-1], history, strict=False))))
 
 
+class OuterResidual(Stack):
+    """The embedding is added once more after the last block."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        embedded = x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x + embedded))
+
+
 def stack(kind: type[nn.Module], blocks: int = 4) -> Callable[[], nn.Module]:
     return lambda: Stack(*(kind() for _ in range(blocks)))
 

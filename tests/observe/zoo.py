@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 import transformers
-from handmade import HANDMADE, HandCase
+from handmade import HANDMADE, DenseStack, HandCase, OuterResidual, PreBlock
 from torch import Tensor, nn
+
+from mainstem.connections import scheme_names
+from mainstem.tower import Tower, TowerConfig
 
 transformers.logging.set_verbosity_error()
 
@@ -456,6 +459,20 @@ REFUSED: dict[str, Case] = {
 }
 
 
+REFUSED["hand_dense"] = Case(
+    build=lambda: DenseStack(*(PreBlock() for _ in range(4))).eval(),
+    inputs=tokens,
+    blocks=0,
+    note="dense connections: each block reads a weighted sum of all earlier outputs",
+)
+REFUSED["hand_outer_residual"] = Case(
+    build=lambda: OuterResidual(*(PreBlock() for _ in range(4))).eval(),
+    inputs=tokens,
+    blocks=0,
+    note="the embedding is added again after the last block, so every state inside can be gone round",
+)
+
+
 def _handmade(case: HandCase) -> Case:
     own = ("model", "parts", "sign")
     facts = {f.name: getattr(case, f.name) for f in dataclasses.fields(HandCase) if f.name not in own}
@@ -468,4 +485,26 @@ def _handmade(case: HandCase) -> Case:
     return Case(build=build, **facts, inputs=tokens, writes=writes, hidden_states=None)
 
 
+def _tower(connection: str) -> Case:
+    """A tower of ours; its scheme says nothing to the finder, which sees a module like any other."""
+    after = {"post_norm": "norm", "deep_norm": "norm"}
+    config = TowerConfig(
+        vocab_size=VOCAB, width=WIDTH, num_blocks=4, num_heads=4, ffn_width=96, connection=connection
+    )
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return shake(Tower(config))
+
+    return Case(
+        build=build,
+        inputs=lambda: {"token_ids": tokens()["input_ids"]},
+        carry={"no_residual": "none", "deep_norm": "scale"}.get(connection, "identity"),
+        then=after.get(connection, "identity"),
+        hidden_states=None,
+        note=f"our own, connection {connection}",
+    )
+
+
+CASES |= {f"tower_{name}": _tower(name) for name in scheme_names()}
 CASES |= {name: _handmade(case) for name, case in HANDMADE.items()}

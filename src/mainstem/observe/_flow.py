@@ -115,7 +115,7 @@ def _divides_by_size(node: Node, around: dict[int, Node]) -> bool:
 
 
 def _is_scaling(node: Node) -> bool:
-    return node.name in ("mul", "div") and all(t.numel() == 1 for _, t, _ in node.inputs[1:])
+    return node.name in ("mul", "div") and sum(t.numel() != 1 for _, t, _ in node.inputs) <= 1
 
 
 def relevant_nodes(trace: Trace, source: int, sink: int) -> list[Node]:

@@ -18,6 +18,12 @@ class Frame(NamedTuple):
     call: int
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return what ``torch.compile(model)`` wraps: the wrapper hides all calls, and its module has the plain names."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 class FrameTracker:
     """Follows which module call is innermost, through PyTorch's global module hooks.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mainstem.errors import StreamNotFoundError
 from mainstem.observe._flow import REMAINDER, Leaf, Link, dominators, links, path_kind, relevant_nodes
-from mainstem.observe._frames import Frame
+from mainstem.observe._frames import Frame, unwrapped
 from mainstem.observe._kinds import kind_of, module_of
 from mainstem.observe._rules import Status
 from mainstem.observe._trace import Node, Trace, trace
@@ -41,6 +41,7 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
     Raises:
         StreamNotFoundError: no chain of states was found, with what was seen instead.
     """
+    model = unwrapped(model)
     with torch.compiler.set_stance("force_eager"):
         seen = trace(model, probe(inputs))
     sink, output = _sink(seen, model)
