@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_sources import llama_config
 from transformers import (
@@ -191,6 +193,19 @@ def test_no_such_model(name: str, match: str) -> None:
     with pytest.raises(SourceError, match=match) as error:
         load_model(name)
     one_sentence(error)
+
+
+def test_loading_leaves_other_peoples_logging_alone(llama_folder: Path) -> None:
+    def state() -> tuple[object, ...]:
+        settings = transformers.utils.logging
+        return settings.is_progress_bar_enabled(), settings.get_verbosity(), hub_logger.level
+
+    hub_logger = logging.getLogger("huggingface_hub")
+    before = state()
+    load_model(llama_folder)
+    with pytest.raises(SourceError):
+        load_model("someone/some-model")
+    assert state() == before
 
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:

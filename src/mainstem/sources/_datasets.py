@@ -8,7 +8,7 @@ from typing import Any
 
 from mainstem.errors import SourceError
 
-from ._extras import require
+from ._extras import quiet_hub, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,8 @@ def dataset_rows(name: str, *, split: str, column: str | None, streaming: bool, 
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        data = datasets.load_dataset(path, config or None, split=split, streaming=streaming)
+        with quiet_hub():
+            data = datasets.load_dataset(path, config or None, split=split, streaming=streaming)
     except Exception as error:  # datasets raises its own errors, builders' errors and the network's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if isinstance(error, ValueError):  # an unknown split or config: the message lists the known ones

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import logging
 import platform
 from collections.abc import Generator
 from typing import Any
@@ -45,13 +46,26 @@ def versions(*packages: str) -> dict[str, str | None]:
 @contextlib.contextmanager
 def quiet_transformers() -> Generator[None]:
     """Silence transformers' progress bars and notices inside the block; its settings come back at the end."""
-    logging = require("transformers.utils.logging", feature="Loading a model")
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    settings = require("transformers.utils.logging", feature="Loading a model")
+    bars, verbosity = settings.is_progress_bar_enabled(), settings.get_verbosity()
+    settings.disable_progress_bar()
+    settings.set_verbosity_error()
+    try:
+        with quiet_hub():
+            yield
+    finally:
+        settings.set_verbosity(verbosity)
+        if bars:
+            settings.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def quiet_hub() -> Generator[None]:
+    """Silence the hub client's log of its retries inside the block: what comes of them is said once, by us."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+        logger.setLevel(level)
