@@ -61,7 +61,7 @@ def quiet_transformers() -> Generator[None]:
 
 @contextlib.contextmanager
 def quiet_hub() -> Generator[None]:
-    """Silence the hub client's log of its retries inside the block: what comes of them is said once, by us."""
+    """Silence the hub client's log of its retries inside the block: what comes of them is said once."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
