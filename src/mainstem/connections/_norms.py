@@ -66,6 +66,10 @@ class UnitOffsetRMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(width))
 
+    def reset_parameters(self) -> None:
+        """Set the gain to 1, which is a weight of 0."""
+        nn.init.zeros_(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """Norm the last dimension."""
         dtype = torch.promote_types(x.dtype, torch.float32)

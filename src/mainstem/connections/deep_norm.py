@@ -29,7 +29,8 @@ class DeepNormConnection(Connection):
     def __init__(self, norm: nn.Module, carry_scale: float):
         super().__init__()
         self.norm = norm
-        self.register_buffer("carry_scale", torch.tensor(carry_scale), persistent=False)
+        # Saved, though the config implies it: a model built on the meta device has only what it loads.
+        self.register_buffer("carry_scale", torch.tensor(carry_scale))
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the stream as it is: it was normed when it was written."""
