@@ -1,0 +1,85 @@
+"""Attention: the branch that moves information between positions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mainstem.tower._cache import Cache
+from mainstem.tower._config import TowerConfig
+from mainstem.tower._places import Place, rotate
+
+
+class Attention(nn.Module):
+    """``update = out(softmax(scale * q k^T + mask) v)`` with grouped keys, rotary positions and QK-norm.
+
+    Shapes: read and update ``[batch, pos, width]``. Softmax is fp32 or better. Parameters:
+    ``2 * width * head_dim * (heads + kv_heads)`` and biases and QK-norms. What :meth:`forward` returns is the
+    whole update of the branch, bias and dropout included, so that a forward hook sees it.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), eq. 1; grouped keys: Ainslie et al. 2023 (arXiv
+    2305.13245), section 2.2; QK-norm: Henry et al. 2020 (arXiv 2010.04245); soft cap: Gemma 2 (arXiv
+    2408.00118), section 2.
+    """
+
+    def __init__(self, config: TowerConfig, block_index: int):
+        super().__init__()
+        self.block_index = block_index
+        self.head_dim = config.head_dim
+        self.scale = config.attn_scale
+        self.softcap = config.attn_softcap
+        self.qk_norm = config.qk_norm
+        self.attn_dropout = config.attn_dropout
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.width, q_width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.width, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.width, kv_width, bias=config.qkv_bias)
+        self.out_proj = nn.Linear(q_width, config.width, bias=config.attn_out_bias)
+        if config.qk_norm != "none":
+            per_head = config.qk_norm == "head"
+            self.q_norm = config.norm.build(config.head_dim if per_head else q_width)
+            self.k_norm = config.norm.build(config.head_dim if per_head else kv_width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, place: Place, cache: Cache | None = None) -> Tensor:
+        """Return the update for what was read, ``[batch, pos, width]``."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self._split(q), self._split(k), self._split(v)
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if place.rotation is not None:
+            q, k = rotate(q, place.rotation), rotate(k, place.rotation)
+        if cache is not None:
+            k, v = cache.update(k, v, self.block_index)
+        mixed = self._mix(q, k, v, place.mask).transpose(1, 2).flatten(2)
+        return self.dropout(self.out_proj(mixed))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        dropout = self.attn_dropout if self.training else 0.0
+        if mask is not None:
+            mask = mask[..., -k.shape[-2] :]  # a sliding cache returns the newest slots only
+        if self.softcap is None:
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = q @ k.transpose(-1, -2) * self.scale
+        scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~mask, float("-inf"))
+        weights = scores.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
+        return F.dropout(weights, p=dropout) @ v

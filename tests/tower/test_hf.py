@@ -1,0 +1,204 @@
+"""The Hugging Face face: what transformers does with a tower equals what the tower does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from families import make_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+
+from mainstem.connections import scheme_names
+from mainstem.errors import ConfigError
+from mainstem.tower import Tower, TowerConfig
+from mainstem.tower.hf import MainstemConfig, MainstemForCausalLM
+from mainstem.tower.pretrained import tower_from_transformers
+
+SMALL: dict[str, Any] = {"vocab_size": 50, "width": 32, "num_blocks": 3, "num_heads": 4, "num_kv_heads": 2}
+each_connection = pytest.mark.parametrize("connection", scheme_names())
+
+
+def make_config(**options: Any) -> MainstemConfig:
+    return MainstemConfig(TowerConfig(**(SMALL | options)), bos_token_id=None, eos_token_id=None)
+
+
+def make_face(seed: int = 0, **options: Any) -> MainstemForCausalLM:
+    torch.manual_seed(seed)
+    return MainstemForCausalLM(make_config(**options)).eval()
+
+
+def tokens(seed: int = 0, batch: int = 2, positions: int = 12) -> Tensor:
+    return torch.randint(1, 50, (batch, positions), generator=torch.Generator().manual_seed(seed))
+
+
+@each_connection
+@torch.no_grad()
+def test_a_fresh_face_is_a_fresh_tower(connection: str) -> None:
+    face = make_face(connection=connection)
+    torch.manual_seed(0)
+    tower = Tower(TowerConfig(**SMALL, connection=connection)).eval()
+    assert torch.equal(face(tokens()).logits, tower(tokens()))
+
+
+@each_connection
+@pytest.mark.parametrize("tied", [True, False])
+@torch.no_grad()
+def test_saved_and_loaded_is_the_same_to_the_bit(connection: str, tied: bool, tmp_path: Path) -> None:
+    face = make_face(connection=connection, tied=tied)
+    for parameter in face.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    face.save_pretrained(tmp_path)
+    assert ("tower.head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(config, MainstemConfig)
+    assert config.tower_config() == face.config.tower_config()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert isinstance(loaded, MainstemForCausalLM)
+    assert torch.equal(loaded(tokens()).logits, face(tokens()).logits)
+    assert (loaded.tower.head.weight is loaded.tower.token_embedding.weight) is tied
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["tower"]["connection"] == connection
+
+
+@each_connection
+@torch.no_grad()
+def test_generate_is_greedy_decoding_with_or_without_cache(connection: str) -> None:
+    face = make_face(connection=connection, sliding_window=5)
+    expected = tokens()
+    for _ in range(8):
+        expected = torch.cat((expected, face.tower(expected)[:, -1:].argmax(-1)), dim=1)
+    for use_cache in (True, False):
+        made = face.generate(tokens(), max_new_tokens=8, do_sample=False, use_cache=use_cache, pad_token_id=0)
+        assert torch.equal(made, expected)
+
+
+@torch.no_grad()
+def test_generate_with_padding_on_the_left() -> None:
+    face = make_face(positions="learned").double()
+    short, long = tokens(batch=1, positions=7), tokens(seed=1, batch=1, positions=12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    batch = torch.cat((nn.functional.pad(short, (5, 0)), long))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    made = face.generate(batch, attention_mask=mask, **options)
+    assert torch.equal(made[0, 5:], face.generate(short, **options)[0])
+    assert torch.equal(made[1], face.generate(long, **options)[0])
+
+
+@torch.no_grad()
+def test_a_dressed_pretrained_tower_generates_what_transformers_does() -> None:
+    model = make_model("gemma3", torch.float64)
+    face = MainstemForCausalLM.from_tower(tower_from_transformers(model))
+    options: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": 96,
+    }
+    assert torch.equal(face.generate(tokens(), **options), model.generate(tokens(), **options))
+
+
+@torch.no_grad()
+def test_from_tower_keeps_the_module_and_saves_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tower = Tower(TowerConfig(**SMALL)).bfloat16().eval()
+    face = MainstemForCausalLM.from_tower(tower)
+    assert face.tower is tower
+    assert not face.training
+    face.save_pretrained(tmp_path)
+    loaded = MainstemForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded(tokens()).logits, tower(tokens()))
+
+
+@torch.no_grad()
+def test_the_loss_is_the_mean_over_next_tokens_that_count() -> None:
+    face = make_face()
+    labels = tokens().clone()
+    labels[0, :4] = -100
+    logits = face.tower(tokens())[:, :-1].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+    # One fp32 mean over 19 tokens, taken in the same order.
+    torch.testing.assert_close(face(tokens(), labels=labels).loss, expected, rtol=1e-6, atol=0)
+
+
+@torch.no_grad()
+def test_a_cache_can_be_carried_by_either_name() -> None:
+    face = make_face().double()
+    whole = face(tokens()).logits
+    for name in ("cache", "past_key_values"):
+        cache = DynamicCache()
+        face(tokens()[:, :8], **{name: cache})
+        rest = face(tokens()[:, 8:], **{name: cache}).logits
+        # fp64, three blocks.
+        torch.testing.assert_close(rest, whole[:, 8:], rtol=1e-12, atol=1e-12)
+
+
+def test_gradient_checkpointing_is_the_towers_own() -> None:
+    face = make_face().train()
+    gradients = []
+    for enable in (False, True):
+        if enable:
+            # transformers 5.24 renamed the method.
+            old = face.gradient_checkpointing_enable
+            getattr(face, "activation_checkpointing_enable", old)()
+            assert face.tower.gradient_checkpointing
+        face.zero_grad()
+        face(tokens(), labels=tokens()).loss.backward()
+        gradients.append([p.grad.clone() for p in face.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        text = tokens(seed=index, batch=1)[0]
+        return {"input_ids": text, "labels": text}
+
+
+# The Trainer asks the data loader to pin memory, of which a machine without an accelerator has no use.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
+@each_connection
+def test_the_trainer_takes_three_steps(connection: str, tmp_path: Path) -> None:
+    face = make_face(connection=connection)
+    before = [p.detach().clone() for p in face.parameters()]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model=face, args=arguments, train_dataset=Texts())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3
+    # A uniform guess over 50 tokens costs log(50) = 3.9; towers start near it.
+    assert all(3.0 < loss < 5.0 for loss in losses)
+    assert all(not torch.equal(a, b) for a, b in zip(before, face.parameters(), strict=True))
+
+
+def test_what_a_tower_does_not_serve_is_refused() -> None:
+    face = make_face()
+    with pytest.raises(ConfigError, match="does not serve the argument inputs_embeds; leave it out"):
+        face(tokens(), inputs_embeds=torch.ones(2, 12, 32))
+    with pytest.raises(ConfigError, match="output_hidden_states"):
+        face(tokens(), output_hidden_states=True)
+    with pytest.raises(ConfigError, match="needs input_ids"):
+        face()
+    with pytest.raises(ConfigError, match="has no field depth"):
+        MainstemConfig(tower=SMALL | {"depth": 3})
