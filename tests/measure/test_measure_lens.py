@@ -66,10 +66,10 @@ def test_reducer_against_numpy(streams: int | None, chunk: int) -> None:
         make_pass((9, 6, 12), dtype=torch.float64, streams=streams, pad="left"),
         make_pass((4, 4), dtype=torch.float64, streams=streams, seed=1),
     ]
-    reducer = LogitLens(tail, chunk_tokens=chunk)
+    reducer = LogitLens(chunk_tokens=chunk)
     logits = [[tail(x) for x in f.states] for f in passes]
     for fake, outputs in zip(passes, logits, strict=True):
-        reducer.set_final(outputs[-1])
+        reducer.begin_pass(outputs[-1], tail)
         fake.feed(reducer)
     states = reducer.result().states
     for state, figures in enumerate(states):
@@ -93,15 +93,11 @@ def test_reducer_against_numpy(streams: int | None, chunk: int) -> None:
 
 def test_it_asks_for_the_logits_of_each_pass() -> None:
     fake = make_pass()
-    reducer = LogitLens(lambda x: x)
-    reducer.set_final(fake.states[-1])
+    reducer = LogitLens()
+    reducer.begin_pass(fake.states[-1], lambda x: x)
     fake.feed(reducer)
-    with pytest.raises(RuntimeError, match="set_final before each pass"):
+    with pytest.raises(RuntimeError, match="begin_pass before each pass"):
         fake.feed(reducer)
-    bare = LogitLens(None)
-    bare.set_final(fake.states[-1])
-    with pytest.raises(RuntimeError, match="no tail"):
-        fake.feed(bare)
 
 
 def test_no_graph_is_kept() -> None:
@@ -113,7 +109,7 @@ def test_no_graph_is_kept() -> None:
         seen.append((x @ weight).requires_grad)
         return x @ weight
 
-    reducer = LogitLens(tail)
-    reducer.set_final(fake.states[-1] @ weight)
+    reducer = LogitLens()
+    reducer.begin_pass(fake.states[-1] @ weight, tail)
     fake.feed(reducer)
     assert not any(seen)

@@ -24,7 +24,7 @@ def tail(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_reducers() -> list[Reducer]:
-    return [*default_reducers(rounding_every=2, median_samples=50), AngularDistances("rest"), LogitLens(tail)]
+    return [*default_reducers(rounding_every=2, median_samples=50), AngularDistances("rest"), LogitLens()]
 
 
 def run(*passes: Any) -> list[Reducer]:
@@ -32,7 +32,7 @@ def run(*passes: Any) -> list[Reducer]:
     for fake in passes:
         lens = reducers[-1]
         assert isinstance(lens, LogitLens)
-        lens.set_final(tail(fake.states[-1]))
+        lens.begin_pass(tail(fake.states[-1]), tail)
         fake.feed(*reducers)
     return reducers
 

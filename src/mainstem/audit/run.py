@@ -91,7 +91,7 @@ class _Job:
         self.stream_map = find_stream(self.model, self._inputs(next(iter(windows))))
         self.reducers: list[Reducer] = default_reducers(rounding_every=config.rounding_every)
         speaks = self.stream_map.output in ("logits", "prediction_logits")
-        self.lens = None
+        self.lens = LogitLens() if config.lens and speaks else None
         self.loss = LossSums()
         self.books = Books()
         self.tolerance = TOLERANCE[next(self.model.parameters()).dtype]

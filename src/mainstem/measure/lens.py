@@ -60,6 +60,45 @@ def _divergence(final: Tensor, lens: Tensor) -> Divergence:
     return Divergence(kl, reverse, agrees)
 
 
+class _Final:
+    """The model's own prediction of a pass, ready to be compared with that of every state.
+
+    With ``z`` the lens's logits, ``p`` the model's probabilities and ``w`` its logits,
+    ``KL(p || q) = sum p log p - sum p z + lse(z)`` and ``KL(q || p) = sum q z - lse(z) - sum q w + lse(w)``:
+    what belongs to ``p`` is worked out once a pass, and each state costs one exponential and three products.
+    """
+
+    def __init__(self, logits: Tensor, chunk_tokens: int):
+        self.logits, self._chunk = logits, chunk_tokens
+        wide = measuring_dtype(logits.dtype)
+        parts = [w.to(wide) for w in logits.split(chunk_tokens)]
+        self._lse = torch.cat([w.logsumexp(-1) for w in parts])
+        self._p = torch.cat([w.softmax(-1) for w in parts])
+        self._best = torch.cat([w.argmax(-1) for w in parts])
+        # sum p log p, with 0 log 0 = 0
+        self._own = torch.cat([torch.special.entr(p).sum(-1).neg() for p in self._p.split(chunk_tokens)])
+        self._has_zero = bool(torch.isinf(logits).any())
+
+    def divergence(self, lens: Tensor, places: Tensor) -> Divergence:
+        """Compare at the tokens ``places``; ``lens`` is ``[tokens, vocab]``, all tokens of the pass."""
+        parts = [self._some(lens, chunk) for chunk in places.split(self._chunk)]
+        return Divergence(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def _some(self, lens: Tensor, places: Tensor) -> Divergence:
+        z, w = lens.index_select(0, places), self.logits.index_select(0, places)
+        if self._has_zero or torch.equal(z, w) or not bool(torch.isfinite(z).all()):
+            return _divergence(w, z)
+        wide = measuring_dtype(w.dtype)
+        z, w, p = z.to(wide), w.to(wide), self._p.index_select(0, places)
+        top, best = z.max(-1)
+        e = (z - top.unsqueeze(-1)).exp_()
+        total = e.sum(-1)
+        lse = total.log() + top
+        kl = self._own[places] - torch.linalg.vecdot(p, z) + lse
+        reverse = (torch.linalg.vecdot(e, z) - torch.linalg.vecdot(e, w)) / total - lse + self._lse[places]
+        return Divergence(kl.clamp_min(0.0), reverse.clamp_min(0.0), best == self._best[places])
+
+
 @dataclasses.dataclass(frozen=True)
 class StateLens(Result):
     """What one state predicts, read out by the model's own tail.
@@ -88,15 +127,11 @@ class LensResult(Result):
 class LogitLens(Reducer):
     """The logit lens (nostalgebraist 2020) at every state, against the model's own logits. See `StateLens`.
 
-    The final logits of a pass must be known before its first event: run the model once for its logits, hand
-    them to ``set_final``, and record the second run. So nothing is held that grows with depth.
+    The final logits of a pass must be known before its first event: run the model once for its logits and its
+    tail, hand them to ``begin_pass``, and record the second run. So nothing is held that grows with depth.
 
     Args:
-        tail: everything of the model after the last block: final norm with its statistics recomputed,
-            unembedding, soft-cap and scale. ``[1, tokens, width]`` or ``[1, tokens, n, width]`` in the
-            stream's dtype to ``[1, tokens, vocab]``; it must treat every token alone, for it sees real tokens
-            in arbitrary groups.
-        chunk_tokens: tokens read out at a time.
+        chunk_tokens: tokens compared at a time.
 
     Raises:
         ConfigError: ``chunk_tokens`` is less than 1.
@@ -104,46 +139,49 @@ class LogitLens(Reducer):
 
     name = "logit_lens"
 
-    def __init__(self, tail: Callable[[Tensor], Tensor] | None, *, chunk_tokens: int = 128):
-        self._tail = tail
+    def __init__(self, *, chunk_tokens: int = 16):
         self.chunk_tokens = require_positive("chunk_tokens", chunk_tokens)
         self._sums = SplitSums()
-        self._final: Tensor | None = None
+        self._pass: tuple[_Final, Callable[[Tensor], Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A tail is a model: what travels to another rank or a file is the sums.
-        return {**self.__dict__, "_tail": None, "_final": None}
+        return {**self.__dict__, "_pass": None}
 
-    def set_final(self, final_logits: Tensor) -> None:
-        """Give the model's own logits, ``[batch, pos, vocab]``, of the pass that is about to be recorded."""
-        self._final = final_logits.detach()
+    def begin_pass(self, final_logits: Tensor, tail: Callable[[Tensor], Tensor]) -> None:
+        """Give what the pass that is about to be recorded is compared with.
+
+        Args:
+            final_logits: the model's own, ``[batch, pos, vocab]``.
+            tail: everything of the model after the last block: final norm with its statistics recomputed,
+                unembedding, soft-cap and scale; a state of this pass, ``[batch, pos, width]`` or
+                ``[batch, pos, n, width]``, to ``[batch, pos, vocab]``.
+        """
+        self._pass = (_Final(final_logits.detach().flatten(0, 1), self.chunk_tokens), tail)
 
     def update(self, event: BlockEvent) -> None:
         """Read out the states of one block.
 
         Raises:
-            RuntimeError: the pass has no final logits, or this copy has no tail.
+            RuntimeError: ``begin_pass`` was not called for this pass.
         """
-        if self._final is None or self._tail is None:
-            missing = "final logits: call set_final before each pass" if self._tail is not None else "tail"
-            raise RuntimeError(f"The logit lens has no {missing}.")
+        if self._pass is None:
+            raise RuntimeError("The logit lens has nothing to compare with: call begin_pass before each pass.")
         host = event.batch.host
-        size = event.batch.mask.numel()
+        final, tail = self._pass
         for state, x in event.states():
-            flat, final = x.detach().flatten(0, 1), self._final.flatten(0, 1)
-            figures = np.full((3, size), np.nan)
-            for places in event.batch.places("all", x.device).split(self.chunk_tokens):
-                with torch.no_grad():
-                    logits = self._tail(flat.index_select(0, places).unsqueeze(0)).flatten(0, -2)
-                own = final.index_select(0, places.to(final.device))
-                found = _divergence(own, logits.to(final.device))
-                figures[:, places.cpu().numpy()] = [t.cpu().double().numpy() for t in found]
+            with torch.no_grad():
+                logits = tail(x.detach()).flatten(0, 1)
+            figures = np.full((3, event.batch.mask.numel()), np.nan)
+            places = event.batch.places("all", final.logits.device)
+            found = final.divergence(logits.to(final.logits.device), places)
+            figures[:, places.cpu().numpy()] = [t.cpu().double().numpy() for t in found]
             for name, values in zip(Divergence._fields, figures, strict=True):
                 self._sums.add((state, name), values, host)
 
     def end_pass(self, batch: Batch) -> None:
         """Let go of the pass's logits."""
-        self._final = None
+        self._pass = None
 
     def merge(self, other: Self) -> None:
         """Add what ``other`` has seen."""
