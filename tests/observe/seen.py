@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from zoo import CASES, Case
+from zoo import CASES, REAL, Case
 
 from mainstem.observe import Recording, StreamMap, find_stream, record
 from mainstem.observe.keep import KeepStream
@@ -57,7 +57,7 @@ def tensors(output: Any) -> list[Tensor]:
 @functools.cache
 def see(name: str) -> Seen:
     """Run the case called ``name``, bare and recorded."""
-    case = CASES[name]
+    case = (CASES | REAL)[name]
     model, inputs = case.build(), case.inputs()
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 

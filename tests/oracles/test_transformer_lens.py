@@ -1,7 +1,7 @@
 """TransformerLens as a second opinion: it finds the stream by adapters for each architecture, we without.
 
-Both run eager attention on the same random weights. Left out: Mamba, whose blocks have no attention, which its
-``decompose_resid`` asks for; BERT, whose writes it lists as they were before the norms of the stream.
+Both run eager attention on the same random weights. Left out: Mamba, whose blocks have no attention, which
+its ``decompose_resid`` asks for; BERT, whose writes it lists as they were before the norms of the stream.
 """
 
 from __future__ import annotations

@@ -204,6 +204,11 @@ class _MapBuilder:
         while any(link.kind == "opaque" for link in before):  # a projection of the embedding (ALBERT, ViT)
             before = before[1:]
         streams = shape[2] if len(shape) == 4 else 1
+        if before and shape[-1] > (width := before[0].start.output.shape[-1]) and shape[-1] % width == 0:
+            copies = shape[-1] // width
+            self.notes.append(
+                f"the state begins as {copies} copies of the embedding, {width} wide, side by side"
+            )
         return StreamMap(
             source=Value((before[0].start if before else pieces[0].state).key),
             front=tuple(self._value(leaf) for link in before for leaf in link.constant),
