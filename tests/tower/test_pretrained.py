@@ -273,6 +273,24 @@ def test_smollm2(smollm2: Any) -> None:
     tower = tower_from_transformers(smollm2)
     assert tower.config.num_blocks == 30
     text = torch.randint(0, smollm2.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
-    error = relative_error(tower(text), smollm2(text).logits)
     # 30 blocks of fp32 rounding.
-    assert error <= FP32
+    assert relative_error(tower(text), smollm2(text).logits) <= FP32
+    weights = tower_to_transformers(tower, smollm2.config)
+    assert all(torch.equal(weights[name], weight) for name, weight in smollm2.state_dict().items())
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_smollm2_in_fp64(smollm2: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with AllInFloat64():
+            exact = type(smollm2)(smollm2.config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    exact.load_state_dict(smollm2.state_dict())
+    text = torch.randint(0, smollm2.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
+    with AllInFloat64():
+        expected = exact(text).logits
+    assert expected.dtype == torch.float64
+    assert relative_error(tower_from_transformers(exact)(text), expected) <= FP64

@@ -139,10 +139,15 @@ class Tower(nn.Module):
         if self.config.tied:
             self.head.weight = self.token_embedding.weight
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the initial values that the class describes."""
-        config, scheme = self.config, self.config.scheme()
+        for name, _ in self.named_modules():
+            self.reset_module(name)
+
+    @torch.no_grad()
+    def reset_module(self, name: str) -> None:
+        """Draw the initial values of the module called ``name``, without those inside it."""
+        config, scheme, module = self.config, self.config.scheme(), self.get_submodule(name)
         branch = scheme.branch_init_scale(config.num_sublayers)
         output = branch * scheme.output_init_scale(2 * config.num_blocks)
         scales = {
@@ -152,15 +157,14 @@ class Tower(nn.Module):
             "out_proj": output,
             "down_proj": output,
         }
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.init_std * scales.get(name.rpartition(".")[2], 1.0))
-                if module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=config.init_std)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm):
-                module.reset_parameters()
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=config.init_std * scales.get(name.rpartition(".")[2], 1.0))
+            if module.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=config.init_std)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm):
+            module.reset_parameters()
 
     def _run(self, block: nn.Module, stream: Stream, place: Place, cache: Cache | None) -> Stream:
         if self.gradient_checkpointing and self.training:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mainstem.errors import ConfigError, MissingExtraError
+from mainstem.errors import ConfigError, MissingExtraError, SourceError
 from mainstem.tower._config import TowerConfig
 from mainstem.tower._model import Tower
 
@@ -103,6 +103,9 @@ class MainstemForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MainstemConfig):
         super().__init__(config)
         self.tower = Tower(config.tower_config())
+        if self.tower.token_embedding.weight.device.type != "meta":
+            for module in self.tower.modules():
+                vars(module)["_is_hf_initialized"] = True  # its values are drawn; post_init would draw others
         self.post_init()
 
     @classmethod
@@ -176,9 +179,18 @@ class MainstemForCausalLM(PreTrainedModel, GenerationMixin):
         return self.tower.head
 
     def _init_weights(self, module: nn.Module) -> None:
-        # The tower knows its own initial values; transformers' defaults would undo the depth scaling.
-        if isinstance(module, Tower):
-            module.reset_parameters()
+        # Called for what a checkpoint lacks. The tower knows its own initial values; transformers' defaults
+        # would undo the depth scaling.
+        names = {id(inner): name for name, inner in self.tower.named_modules()}
+        if id(module) not in names:
+            return
+        for buffer_name, buffer in module.named_buffers(recurse=False):
+            if not getattr(buffer, "_is_hf_initialized", False):
+                raise SourceError(
+                    f"the checkpoint lacks 'tower.{names[id(module)]}.{buffer_name}', "
+                    "which has no initial value; save it again with save_pretrained."
+                )
+        self.tower.reset_module(names[id(module)])
 
 
 AutoConfig.register("mainstem", MainstemConfig, exist_ok=True)
