@@ -94,17 +94,7 @@ def test_writes_equal_module_outputs(name: str) -> None:
             assert torch.equal(write, rebuild(outputs).reshape(write.shape)), f"{kind} of block {block}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=pytest.mark.xfail(strict=True, reason="the state is handed over after the next += of it")
-        )
-        if n == "hand_in_place"
-        else n
-        for n in CASES
-    ],
-)
+@each_case
 def test_a_state_lies_between_sublayers(name: str) -> None:
     seen = see(name)
     for block in range(seen.case.blocks):

@@ -215,6 +215,7 @@ class _MapBuilder:
             front_path=self._path(before),
             sites=tuple(sites),
             blocks=tuple(blocks),
+            exits=self._exits(self._last_state(pieces[-1])),
             num_streams=streams,
             width=shape[-1],
             output=self.output,
@@ -306,6 +307,16 @@ class _MapBuilder:
                 break
             end = link.end
         return end
+
+    def _exits(self, final: Node) -> tuple[Value, ...]:
+        """Return the arguments through which the tail takes up the final state."""
+        after = [n for link in self.chain.links[self.chain.states.index(final) :] for n in link.nodes]
+        return tuple(
+            Value(node.key, slot, made_by=final.key)
+            for node in after
+            for slot, t, maker in node.inputs
+            if maker == final.index and t.is_floating_point()
+        )
 
     def _site(self, index: int, piece: _Piece, following: Node) -> Site:
         link = piece.links[-1]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mainstem.errors import BooksError
-from mainstem.measure.events import Batch, Reducer, SublayerEvent
-from mainstem.observe._frames import FrameTracker
+from mainstem.measure.events import Batch, SublayerEvent
+from mainstem.observe._frames import FrameTracker, unwrapped
 from mainstem.observe._frozen import apply_frozen
 from mainstem.observe._trace import CallKey
 from mainstem.observe.map import PathCall, Site, StreamMap, Value
@@ -83,20 +83,21 @@ def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -
     Raises:
         StreamNotFoundError: the pass did not go through the sites of the map.
     """
+    model = unwrapped(model)
     tracker = FrameTracker(model)
-    recorder = _LedgerRecorder(stream_map, [], batch_of(inputs), tracker)
+    recorder = _LedgerRecorder(stream_map, tracker, batch_of(inputs))
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), tracker, recorder:
         recorder.note_inputs(inputs)
-        model(**inputs)
-    recorder.finish(type(model).__name__)
+        output = model(**inputs)
+    recorder.finish(type(model).__name__, output)
     return recorder.close()
 
 
 class _LedgerRecorder(Recorder):
     """Carries every row along while the model runs."""
 
-    def __init__(self, stream_map: StreamMap, reducers: Sequence[Reducer], batch: Batch, tracker: FrameTracker):
-        super().__init__(stream_map, reducers, batch, tracker)
+    def __init__(self, stream_map: StreamMap, tracker: FrameTracker, batch: Batch):
+        super().__init__(stream_map, [], tracker, batch)
         for value in (stream_map.source, *stream_map.front):
             self.watch.add(value.call)
         for path_call in stream_map.front_path:

@@ -114,6 +114,7 @@ class StreamMap:
         blocks: all blocks, in order.
         num_streams: 1, or n for a model that carries ``[batch, pos, n, width]``.
         width: size of the last dimension of one stream.
+        exits: arguments through which the rest of the model takes up the final state; empty where it is the output.
         output: which output of the model the flow was followed to, such as ``"logits"``.
         notes: what a reader should know, in sentences.
     """
@@ -123,6 +124,7 @@ class StreamMap:
     front_path: tuple[PathCall, ...]
     sites: tuple[Site, ...]
     blocks: tuple[BlockMap, ...]
+    exits: tuple[Value, ...]
     num_streams: int
     width: int
     output: str

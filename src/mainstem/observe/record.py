@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from mainstem.errors import StreamNotFoundError
+from mainstem.errors import ConfigError, StreamNotFoundError
 from mainstem.measure.events import Batch, BlockEvent, Reducer, SublayerEvent, Write
-from mainstem.observe._frames import Frame, FrameTracker
-from mainstem.observe._frozen import Call
+from mainstem.observe._frames import Frame, FrameTracker, unwrapped
+from mainstem.observe._frozen import Call, is_inplace, version
 from mainstem.observe._tail import Tail, TailRecorder
 from mainstem.observe._trace import CallKey, function_name
 from mainstem.observe.map import PathCall, Site, StreamMap, Value
@@ -39,12 +40,24 @@ class Books:
     passes: int = 0
 
     def merge(self, other: Books) -> None:
-        """Keep the larger errors of the two."""
-        if not other.additivity <= self.additivity:
-            self.additivity, self.additivity_site = other.additivity, other.additivity_site
-        if not other.continuity <= self.continuity:
-            self.continuity, self.continuity_site = other.continuity, other.continuity_site
+        """Keep the worse errors of the two."""
+        self.note_additivity(other.additivity, other.additivity_site)
+        self.note_continuity(other.continuity, other.continuity_site)
         self.passes += other.passes
+
+    def note_additivity(self, error: float, site: int) -> None:
+        """Take in an additivity error; NaN is worse than any number."""
+        if _is_worse(error, self.additivity):
+            self.additivity, self.additivity_site = error, site
+
+    def note_continuity(self, error: float, site: int) -> None:
+        """Take in a continuity error; NaN is worse than any number."""
+        if _is_worse(error, self.continuity):
+            self.continuity, self.continuity_site = error, site
+
+
+def _is_worse(error: float, known: float) -> bool:
+    return not math.isnan(known) and not error <= known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +101,16 @@ def record(
 
     Raises:
         StreamNotFoundError: the pass did not go through the sites of the map.
+        ConfigError: ``batch`` has another shape than the stream.
     """
+    model = unwrapped(model)
     tracker = FrameTracker(model)
-    recorder = Recorder(stream_map, reducers, batch or batch_of(inputs), tracker, keep_tail)
+    recorder = Recorder(stream_map, reducers, tracker, batch or batch_of(inputs), keep_tail=keep_tail)
+    recorder.batch_is_given = batch is not None
     with torch.compiler.set_stance("force_eager"), tracker, recorder:
         recorder.note_inputs(inputs)
         output = model(**inputs)
-    recorder.finish(type(model).__name__)
+    recorder.finish(type(model).__name__, output)
     tail = recorder.tail.close(output, stream_map.output) if recorder.tail is not None else None
     return Recording(output, recorder.books, tail)
 
@@ -116,13 +132,16 @@ class _Watch:
 
     def __init__(self, stream_map: StreamMap):
         self.table: defaultdict[Frame, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-        self.states: dict[CallKey, int] = {}
         self.joins: dict[CallKey, int] = {}
         self.thens: dict[CallKey, int] = {}
         for site in stream_map.sites:
             self.joins[site.join.call] = site.index
             if site.after.call != site.join.call:
                 self.thens[site.after.call] = site.index
+        self.exits: defaultdict[CallKey, list[Value]] = defaultdict(list)
+        for value in stream_map.exits:
+            self.exits[value.call].append(value)
+            self.add(value.call)
         self.add(stream_map.sites[0].before.call)
         for site in stream_map.sites:
             for value in values_of(site):
@@ -151,12 +170,14 @@ class Recorder(TorchFunctionMode):
         self,
         stream_map: StreamMap,
         reducers: Sequence[Reducer],
-        batch: Batch,
         tracker: FrameTracker,
+        batch: Batch,
+        *,
         keep_tail: bool = False,
     ):
         super().__init__()
         self.map, self.reducers, self.batch, self.tracker = stream_map, reducers, batch, tracker
+        self.batch_is_given = False
         self.books = Books(passes=1)
         self.tail = TailRecorder() if keep_tail else None
         self.watch = _Watch(stream_map)
@@ -186,9 +207,13 @@ class Recorder(TorchFunctionMode):
         name = function_name(func)
         ordinal = self._counts[frame, name]
         self._counts[frame, name] = ordinal + 1
-        if ordinal not in ordinals or self._next >= len(self.map.sites):
+        if ordinal not in ordinals:
             return self._call(func, args, kwargs)
-        return self._watched(CallKey(frame, name, ordinal), func, args, kwargs)
+        key = CallKey(frame, name, ordinal)
+        if self._next < len(self.map.sites):
+            return self._watched(key, func, args, kwargs)
+        self._check_exit(key, args, kwargs)
+        return self._call(func, args, kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.tail is not None and self.tail.is_open:
@@ -198,6 +223,8 @@ class Recorder(TorchFunctionMode):
     def _watched(
         self, key: CallKey, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if is_inplace(func):
+            self._rescue(args[0])
         self.calls[key], out = Call.run(key.function, func, args, kwargs)
         if key in self.watch.joins:
             self._join(self.map.sites[self.watch.joins[key]])
@@ -212,6 +239,8 @@ class Recorder(TorchFunctionMode):
             raise _other_path(site.index, self._next)
         self._check_continuity(site.index, site.carry_path, site.carried)
         before, after = self.value(site.before), self.value(site.join)
+        if site.index == 0:
+            self._fit_batch(before)
         if site.carry == "identity" and self.value(site.carried[0]) is not before:
             before = self.value(site.carried[0])  # the copy that was kept from an in-place join
         event = SublayerEvent(
@@ -254,18 +283,63 @@ class Recorder(TorchFunctionMode):
                 before=self._before,
                 sublayers=tuple(self._sublayers),
                 after=self.stream_shaped(after),
-                batch=self._batch_for(after),
+                batch=self.batch,
             )
-            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-                for reducer in self.reducers:
-                    reducer.update(event)
+            for reducer in self.reducers:
+                reducer.update(event)
             self._before, self._sublayers = None, []
         self.calls = {site.after.call: self.calls[site.after.call]}
         if self.tail is not None and self._next == len(self.map.sites):
             self.tail.open(after)
 
-    def finish(self, model_name: str) -> None:
-        """Make sure that all sites were seen, and close the pass."""
+    def _rescue(self, target: Tensor) -> None:
+        """Copy what reducers have yet to see of a tensor that is about to be changed in place."""
+        copies: dict[int, Tensor] = {}
+
+        def safe(t: Tensor) -> Tensor:
+            if t.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+                return t
+            return copies.setdefault(id(t), t.clone())
+
+        if self._before is not None:
+            self._before = safe(self._before)
+        for i, event in enumerate(self._sublayers):
+            self._sublayers[i] = SublayerEvent(
+                index=event.index,
+                carried=None if event.carried is None else safe(event.carried),
+                writes=tuple(Write(w.kind, safe(w.value)) for w in event.writes),
+                after=safe(event.after),
+            )
+
+    def _check_exit(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make sure that the rest of the model takes up the final state itself."""
+        values = self.watch.exits.pop(key, [])
+        given = pytree.tree_leaves((args, kwargs))
+        for value in values:
+            taken = given[value.slot] if value.slot is not None and value.slot < len(given) else None
+            if not isinstance(taken, Tensor):
+                raise _other_path(self._next, self._next)
+            self._check_final(taken)
+
+    def _check_final(self, taken: Tensor) -> None:
+        final = self.calls[self.map.final.call]
+        same = taken is final.made[0]
+        error = relative_error(taken, final.made[0], self.batch.mask)
+        if same:
+            error = 0.0 if version(taken) == final.made_versions[0] else float("inf")
+        self.books.note_continuity(error, len(self.map.sites))
+
+    def finish(self, model_name: str, output: Any) -> None:
+        """Make sure that all sites were seen and the final state was taken up, and close the pass."""
+        if self._next == len(self.map.sites) and not self.map.exits:
+            leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+            named = output[self.map.output] if isinstance(output, Mapping) else leaves[0]
+            self._check_final(named)
+        if self._next == len(self.map.sites) and self.watch.exits:
+            raise StreamNotFoundError(
+                f"{model_name} did not take up the final state of its stream as it did when it was traced. "
+                "Find the map again with inputs like these."
+            )
         if self._next != len(self.map.sites):
             raise StreamNotFoundError(
                 f"{model_name} went through {self._next} of the {len(self.map.sites)} sublayers of its map; it took "
@@ -274,18 +348,38 @@ class Recorder(TorchFunctionMode):
         for reducer in self.reducers:
             reducer.end_pass(self.batch)
 
-    def _batch_for(self, state: Tensor) -> Batch:
-        """Return the batch; for an input without tokens, all positions of the state."""
-        if self.batch.mask.numel() == 0:
-            self.batch = Batch(mask=torch.ones(state.shape[:2], dtype=torch.bool, device=state.device))
-        return self.batch
+    def _fit_batch(self, state: Tensor) -> None:
+        """Make the batch fit the stream: without tokens of its own, all positions of the state are real.
+
+        Raises:
+            ConfigError: the caller gave a batch of another shape.
+        """
+        mask = self.batch.mask
+        if state.shape[:2] == mask.shape or (mask.numel() and state.shape[0] == mask.numel()):
+            return
+        if self.batch_is_given:
+            raise ConfigError(
+                f"the batch's mask has shape {tuple(mask.shape)}, but the stream is {tuple(state.shape)}; expected "
+                f"{tuple(state.shape[:2])}, one entry a token."
+            )
+        self.batch = Batch(mask=torch.ones(state.shape[:2], dtype=torch.bool, device=state.device))
 
     def value(self, value: Value) -> Tensor:
-        """Return a tensor of this pass."""
+        """Return a tensor of this pass.
+
+        Raises:
+            StreamNotFoundError: what the map takes for a tensor is none.
+        """
         call = self.calls[value.call]
         if value.slot is None:
-            return call.made[0]
-        return call.made[0] - call.leaves[0] if value.is_remainder else call.leaves[value.slot]
+            found: Any = call.made[0]
+        elif value.is_remainder:
+            found = call.made[0] - call.leaves[0]
+        else:
+            found = call.leaves[value.slot] if value.slot < len(call.leaves) else None
+        if not isinstance(found, Tensor):
+            raise _other_path(self._next, self._next)
+        return found
 
     def _sum(self, values: Sequence[Value]) -> Tensor:
         total: Tensor | None = None
@@ -311,8 +405,7 @@ class Recorder(TorchFunctionMode):
             if value.made_by not in self.calls or value.call not in self.calls:
                 raise _other_path(index, self._next)
             error = self._continuity_error(self.calls[value.made_by], self.calls[value.call], value.slot)
-            if not error <= self.books.continuity:
-                self.books.continuity, self.books.continuity_site = error, index
+            self.books.note_continuity(error, index)
 
     def _continuity_error(self, maker: Call, taker: Call, slot: int) -> float:
         """Return 0 where the very tensor that was made is taken, unchanged; infinity where it was changed in place."""
@@ -330,8 +423,7 @@ class Recorder(TorchFunctionMode):
         if torch.equal(total.detach(), event.after.detach()):
             return
         error = relative_error(total, event.after, self.batch.mask)
-        if not error <= self.books.additivity:
-            self.books.additivity, self.books.additivity_site = error, event.index
+        self.books.note_additivity(error, event.index)
 
 
 def _other_path(site: int, expected: int) -> StreamNotFoundError:
