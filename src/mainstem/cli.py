@@ -34,7 +34,9 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print versions for a bug report.")] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print versions for a bug report.")] = False,
+) -> None:
     if version:
         import platform
 
@@ -50,7 +52,9 @@ ModelArgument = Annotated[
 TextOption = Annotated[
     str, typer.Option(help="File, folder, dataset name, or text:WORDS.", show_default=False, metavar="T")
 ]
-DtypeOption = Annotated[str, typer.Option(help="float32, float64, bfloat16, float16, or auto (the checkpoint's).")]
+DtypeOption = Annotated[
+    str, typer.Option(help="float32, float64, bfloat16, float16, or auto (the checkpoint's).")
+]
 TrustOption = Annotated[bool, typer.Option(help="Let a hub model run Python code of its own.")]
 
 
@@ -58,9 +62,12 @@ TrustOption = Annotated[bool, typer.Option(help="Let a hub model run Python code
 def audit(
     model: ModelArgument,
     text: TextOption,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to use; 0 for all of it.", metavar="N")] = 2048,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of the text to use; 0 for all of it.", metavar="N")
+    ] = 2048,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for audit.json and audit.csv.", show_default="audit-MODEL", metavar="DIR")
+        Path | None,
+        typer.Option(help="Folder for audit.json and audit.csv.", show_default="audit-MODEL", metavar="DIR"),
     ] = None,
     window: Annotated[int, typer.Option(help="Tokens in a window; windows do not see each other.")] = 256,
     batch_size: Annotated[int, typer.Option(help="Windows in a forward pass.")] = 4,
@@ -72,7 +79,9 @@ def audit(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     lens: Annotated[bool, typer.Option(help="Read every block out with the model's own head.")] = True,
     trust_remote_code: TrustOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
+    ] = False,
 ) -> None:
     """Audit MODEL on a text: do the books balance, how does the stream grow, what does each block write."""
     from mainstem.audit import AuditConfig, run_audit
@@ -104,7 +113,9 @@ def audit(
 
 
 @app.command(epilog="Example:  mainstem inspect smollm2")
-def inspect(model: ModelArgument, dtype: DtypeOption = "float32", trust_remote_code: TrustOption = False) -> None:
+def inspect(
+    model: ModelArgument, dtype: DtypeOption = "float32", trust_remote_code: TrustOption = False
+) -> None:
     """Show where MODEL's residual stream is: its blocks, what each writes, and how the stream is carried."""
     import torch
 

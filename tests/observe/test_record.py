@@ -240,9 +240,7 @@ def test_weights_that_are_not_numbers_do_not_pass(bad: float) -> None:
     assert not books.additivity <= BOOKS
 
 
-@pytest.mark.parametrize(
-    "bad", [math.nan, math.inf]
-)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_books_never_forget_a_bad_pass(bad: float) -> None:
     for first, second in [(bad, 0.0), (0.0, bad)]:
         books = Books(additivity=first, continuity=first, passes=1)

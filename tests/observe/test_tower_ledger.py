@@ -10,7 +10,8 @@ from mainstem.errors import BooksError
 from mainstem.observe import Ledger, find_stream, ledger, tower_ledger
 from mainstem.tower import Tower, TowerConfig
 
-# fp32: 192 carries through norms, each rounding at 6e-8 of a row that may be 30 times the sum; measured 2.5e-6.
+# fp32: 192 carries through norms, each rounding at 6e-8 of a row that may be 30 times the sum; measured
+# 2.5e-6.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 SINGLE_CARRIED = {"pre_norm", "sandwich_norm", "reordered_norm"}
 
@@ -60,7 +61,8 @@ def test_linearization_and_data_flow_agree_row_by_row(connection: str, kind: str
     )
     linearized, followed = both(tower)
     size = followed.final.norm()
-    # A LayerNorm on a write has a bias, which the data flow counts with the write and linearize with the bias row.
+    # A LayerNorm on a write has a bias, which the data flow counts with the write and linearize with the bias
+    # row.
     biased_writes = kind == "layer" and connection in ("sandwich_norm", "reordered_norm")
     for label in followed.labels:
         if not (biased_writes and label.endswith("_out")):

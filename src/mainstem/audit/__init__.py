@@ -1,4 +1,5 @@
-"""The main job: plan, run, and an `AuditResult` in a versioned, documented schema. Needs the extra ``[hf]``."""
+"""The main job: plan, run, and an `AuditResult` in a versioned, documented schema. Needs the extra
+``[hf]``."""
 
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import (

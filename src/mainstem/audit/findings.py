@@ -27,19 +27,27 @@ def make_findings(result: AuditResult) -> AuditResult:
 def _books(result: AuditResult) -> str:
     books = result.books
     worst = max(
-        ((share, b.block, kind) for b in result.blocks for kind, s in b.absorbed_bfloat16.items() for share in [s["first"]]),
+        (
+            (share, b.block, kind)
+            for b in result.blocks
+            for kind, s in b.absorbed_bfloat16.items()
+            for share in [s["first"]]
+        ),
         default=None,
         key=lambda entry: -1.0 if math.isnan(entry[0]) else entry[0],
     )
-    rest = [s["rest"] for b in result.blocks for s in b.absorbed_bfloat16.values() if not math.isnan(s["rest"])]
+    rest = [
+        s["rest"] for b in result.blocks for s in b.absorbed_bfloat16.values() if not math.isnan(s["rest"])
+    ]
     text = (
-        f"Yes: over {books.sublayers} sublayers and {books.passes} passes the largest error is {books.additivity:.1e} "
+        f"Yes: over {books.sublayers} sublayers and {books.passes} passes the largest error is "
+        f"{books.additivity:.1e} "
         f"in additivity and {books.continuity:.1e} in continuity."
     )
     if rest and worst is not None and not math.isnan(worst[0]):
         text += (
-            f" A bfloat16 stream would swallow {_percent(sum(rest) / len(rest))} of the write entries on average, and "
-            f"{_percent(worst[0])} of block {worst[1]}'s {_word(worst[2])} at first tokens."
+            f" A bfloat16 stream would swallow {_percent(sum(rest) / len(rest))} of the write entries on "
+            f"average, and {_percent(worst[0])} of block {worst[1]}'s {_word(worst[2])} at first tokens."
         )
     return text
 
@@ -47,7 +55,8 @@ def _books(result: AuditResult) -> str:
 def _growth(result: AuditResult) -> str:
     blocks = result.blocks
     norms = [b.resid_norm_median for b in blocks]
-    text = f"The median norm goes from {_number(norms[0])} after block 0 to {_number(norms[-1])} after block {len(blocks) - 1}"
+    first, last = _number(norms[0]), _number(norms[-1])
+    text = f"The median norm goes from {first} after block 0 to {last} after block {len(blocks) - 1}"
     if len(norms) > 1:
         text += f", x{growth_per_block(norms):.3f} a block"
     massive = [o for o in result.outliers if o.massive]
@@ -63,14 +72,25 @@ def _growth(result: AuditResult) -> str:
     if massive:
         text += f"; massive after {_ranges([o.block for o in massive])}"
     if result.first_nonfinite is not None:
-        text += f"; NOT FINITE first at block {result.first_nonfinite['block']}, {result.first_nonfinite['site']}"
+        text += (
+            f"; NOT FINITE first at block {result.first_nonfinite['block']}, {result.first_nonfinite['site']}"
+        )
     return text + "."
 
 
 def _writes(result: AuditResult) -> str | None:
     parts: list[str] = []
-    for kind, name in (("attn", "attention"), ("mlp", "feed-forward"), ("mixer", "mixer"), ("cross_attn", "cross-attention")):
-        ratios = [(r, b.block) for b in result.blocks if (r := getattr(b, f"{kind}_write_ratio")) is not None and r == r]
+    for kind, name in (
+        ("attn", "attention"),
+        ("mlp", "feed-forward"),
+        ("mixer", "mixer"),
+        ("cross_attn", "cross-attention"),
+    ):
+        ratios = [
+            (r, b.block)
+            for b in result.blocks
+            if (r := getattr(b, f"{kind}_write_ratio")) is not None and r == r
+        ]
         if ratios:
             middle = sorted(r for r, _ in ratios)[len(ratios) // 2]
             most, block = max(ratios)
@@ -89,14 +109,18 @@ def _answer(result: AuditResult) -> str | None:
     settled = _from_then_on(blocks, lambda b: (b.lens_top1 or 0) >= 0.5)
     before = blocks[-2] if len(blocks) > 1 else blocks[-1]
     return (
-        f"Read out with the model's own head, the stream agrees with the final top word at half of the positions from "
-        f"block {settled} of {len(blocks)} on; one block before the end KL(final || lens) is {before.lens_kl:.2f} nats "
+        "Read out with the model's own head, the stream agrees with the final top word at half of the "
+        "positions from "
+        f"block {settled} of {len(blocks)} on; one block before the end KL(final || lens) is "
+        f"{before.lens_kl:.2f} nats "
         f"and {_percent(before.lens_top1 or 0)} agree. After the last block it equals the model."
     )
 
 
 def _removal(result: AuditResult) -> str:
-    ranked = sorted((b.block_influence, b.block) for b in result.blocks if b.block_influence == b.block_influence)
+    ranked = sorted(
+        (b.block_influence, b.block) for b in result.blocks if b.block_influence == b.block_influence
+    )
     least = ", ".join(str(block) for _, block in ranked[:3])
     text = f"Least influence (1 - cosine): block{'s' if len(ranked) > 1 else ''} {least}"
     best = [b for b in result.angular_distance.best if b["blocks"] in (2, 4, 8)]
@@ -105,7 +129,9 @@ def _removal(result: AuditResult) -> str:
         text += f"; least angular distance: runs {runs}"
     switching = _switches(result)
     if switching:
-        text += f"; {_ranges(switching)} create or erase a massive activation, so do not judge them by influence"
+        text += (
+            f"; {_ranges(switching)} create or erase a massive activation, so do not judge them by influence"
+        )
     return text + ". These scores are guesses until the loss without the block is measured."
 
 

@@ -33,7 +33,8 @@ class BooksSummary:
 
     Attributes:
         additivity: largest ``|after - (carried + writes)| / |after|`` over all sublayers and tokens.
-        continuity: largest ``|taken - left| / |left|`` between what a sublayer carries and what the one before left.
+        continuity: largest ``|taken - left| / |left|`` between what a sublayer carries and what the one
+            before left.
         tolerance: what was allowed for this dtype; an audit beyond it is refused.
         sublayers: sublayers checked in each pass; ``passes``: forward passes checked.
     """
@@ -78,19 +79,21 @@ class BlockFigures:
     Attributes:
         block: 0-based number; ``module``: its path in the model.
         block_influence: mean of ``1 - cos(h_l, h_{l+1})`` (ShortGPT, arXiv 2403.03853).
-        angular_distance_next: ``arccos(cos(h_l, h_{l+1})) / pi`` of each window's last token (arXiv 2403.17887).
+        angular_distance_next: ``arccos(cos(h_l, h_{l+1})) / pi`` of each window's last token (arXiv
+            2403.17887).
         attn_write_ratio: ``|a| / |h|``; ``mlp_write_ratio``: ``|m| / |h + a|``; ``mixer_write_ratio``,
             ``cross_attn_write_ratio`` likewise; None where the block has no such write or carries nothing.
         write_ratio: ``|a + m| / |h|``; ``write_cosine``: ``cos(a + m, h)``.
         resid_norm_mean, resid_norm_median, resid_norm_p5, resid_norm_p95: of ``|h_{l+1}|``.
         resid_norm_first: mean of ``|h_{l+1}|`` over the windows' first tokens.
         resid_outlier_tokens: tokens with a norm beyond 5 medians.
-        max_abs: largest ``|h_{l+1}|`` entry, first tokens too; ``headroom_bits``: doublings left before it leaves
-            float16, bfloat16 and the model's own dtype.
-        absorbed_bfloat16, absorbed_float16: share of the block's non-zero write entries that would not change a
-            stream kept in that dtype, by kind of write, ``rest`` and ``first`` tokens apart.
+        max_abs: largest ``|h_{l+1}|`` entry, first tokens too; ``headroom_bits``: doublings left before it
+            leaves float16, bfloat16 and the model's own dtype.
+        absorbed_bfloat16, absorbed_float16: share of the block's non-zero write entries that would not change
+            a stream kept in that dtype, by kind of write, ``rest`` and ``first`` tokens apart.
         lens_kl: mean over all tokens of ``KL(p_final || p_lens)`` of the state after the block, nats;
-            ``lens_reverse_kl`` the other direction; ``lens_top1``: share of tokens with the model's own top word.
+            ``lens_reverse_kl`` the other direction; ``lens_top1``: share of tokens with the model's own top
+            word.
         first: figures of the first tokens alone.
     """
 

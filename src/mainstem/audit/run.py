@@ -23,7 +23,8 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how far it is, and how far it goes."""
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest error the books may have, by the stream's dtype: a few units of its rounding, for sums of a few terms."""
+"""Largest error the books may have, by the stream's dtype: a few units of its rounding, for sums of a few
+terms."""
 
 
 def run_audit(config: AuditConfig, progress: Progress | None = None) -> AuditResult:
@@ -34,8 +35,8 @@ def run_audit(config: AuditConfig, progress: Progress | None = None) -> AuditRes
         progress: told of every step.
 
     Raises:
-        MainstemError: a mistake in the model, the text or the options; no stream was found; or the books do not
-            balance, in which case no figure is given.
+        MainstemError: a mistake in the model, the text or the options; no stream was found; or the books do
+            not balance, in which case no figure is given.
     """
     tell = progress or _silent
     tell("reading the text", 0, 1)
@@ -128,10 +129,11 @@ class _Job:
             kind = "additivity" if not self.books.additivity <= self.tolerance else "continuity"
             site = self.books.additivity_site if kind == "additivity" else self.books.continuity_site
             block = self.stream_map.sites[site].block if site >= 0 else -1
+            error = getattr(self.books, kind)
             raise BooksError(
-                f"the books of this model do not balance: {kind} is off by {getattr(self.books, kind):.2e} at block "
-                f"{block} (sublayer {site}), more than the {self.tolerance:.0e} allowed for its dtype, so no figure is "
-                "given. A hook that changes the stream, or NaN activations, can cause this; try --dtype float32."
+                f"the books of this model do not balance: {kind} is off by {error:.2e} at block {block} "
+                f"(sublayer {site}), more than the {self.tolerance:.0e} allowed for its dtype. No figure "
+                "is given. NaN activations or a hook that changes the stream can cause this; try --dtype float32."
             )
 
     def _inputs(self, window: WindowBatch) -> dict[str, Any]:
@@ -147,9 +149,13 @@ def _window_that_fits(model: Any, window: int) -> int:
     Raises:
         MainstemError: it is longer.
     """
-    limit = getattr(model.config, "max_position_embeddings", None) or getattr(model.config, "n_positions", None)
+    limit = getattr(model.config, "max_position_embeddings", None) or getattr(
+        model.config, "n_positions", None
+    )
     if isinstance(limit, int) and window > limit:
-        raise MainstemError(f"a window of {window} tokens is longer than the model's {limit} positions; use --window {limit}.")
+        raise MainstemError(
+            f"a window of {window} tokens is longer than the model's {limit} positions; use --window {limit}."
+        )
     return window
 
 
@@ -161,7 +167,9 @@ def _silent(what: str, done: int, total: int) -> None:
     return None
 
 
-def _provenance(config: AuditConfig, loaded: LoadedModel, windows: Windows, stream_map: StreamMap) -> dict[str, Any]:
+def _provenance(
+    config: AuditConfig, loaded: LoadedModel, windows: Windows, stream_map: StreamMap
+) -> dict[str, Any]:
     return {
         "mainstem": mainstem.__version__,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -166,7 +166,9 @@ class LogitLens(Reducer):
             RuntimeError: ``begin_pass`` was not called for this pass.
         """
         if self._pass is None:
-            raise RuntimeError("The logit lens has nothing to compare with: call begin_pass before each pass.")
+            raise RuntimeError(
+                "The logit lens has nothing to compare with: call begin_pass before each pass."
+            )
         host = event.batch.host
         final, tail = self._pass
         for state, x in event.states():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from torch import Tensor
@@ -41,12 +42,13 @@ class Link:
     """What lies between two consecutive dominators.
 
     Attributes:
-        kind: ``"join"`` (something carried plus something written), ``"local"`` (the state norm-ed, scaled, cast,
-            or with a constant added; nothing learned), or ``"opaque"`` (the state replaced).
+        kind: ``"join"`` (something carried plus something written), ``"local"`` (the state norm-ed, scaled,
+            cast, or with a constant added; nothing learned), or ``"opaque"`` (the state replaced).
         start: node of the earlier dominator; ``end``: of the later.
         nodes: nodes between them that depend on the start, the end included.
         status: status of each of ``nodes`` with respect to ``start``.
-        carried: arguments that carry; ``written``: arguments that are written; ``constant``: that depend on neither.
+        carried: arguments that carry; ``written``: arguments that are written; ``constant``: that depend on
+            neither.
     """
 
     kind: Literal["join", "local", "opaque"]
@@ -159,7 +161,7 @@ def links(nodes: list[Node], states: list[Node]) -> list[Link]:
     """Classify what lies between each two consecutive ``states``, the dominators of ``nodes``."""
     found: list[Link] = []
     position = 0
-    for start, end in zip(states, states[1:], strict=False):
+    for start, end in itertools.pairwise(states):
         between: list[Node] = []
         while position < len(nodes) and nodes[position].index <= end.index:
             if nodes[position].index > start.index:

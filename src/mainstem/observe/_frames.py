@@ -19,7 +19,8 @@ class Frame(NamedTuple):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return what ``torch.compile(model)`` wraps: the wrapper hides all calls, and its module has the plain names."""
+    """Return what ``torch.compile(model)`` wraps: the wrapper hides all calls, and its module has the plain
+    names."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 

@@ -36,7 +36,9 @@ class Call:
     made_versions: Sequence[int]
 
     @classmethod
-    def run(cls, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Any]:
+    def run(
+        cls, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, Any]:
         """Make the call and return it with its result."""
         given, spec = pytree.tree_flatten((args, kwargs))
         leaves = list(given)
@@ -90,9 +92,16 @@ def apply_frozen(call: Call, given: Mapping[int, Tensor], *, constants: bool, of
     for slot, leaf in enumerate(leaves):
         if slot in given:
             leaves[slot] = given[slot].clone() if slot == 0 else given[slot]
-        elif call.name in ADDITIVE and not constants and isinstance(leaf, Tensor) and leaf.is_floating_point():
+        elif (
+            call.name in ADDITIVE and not constants and isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ):
             leaves[slot] = torch.zeros_like(leaf)
-        elif call.name in ADDITIVE and call.name in ("add", "sub") and not constants and isinstance(leaf, float | int):
+        elif (
+            call.name in ADDITIVE
+            and call.name in ("add", "sub")
+            and not constants
+            and isinstance(leaf, float | int)
+        ):
             leaves[slot] = 0
     args, kwargs = pytree.tree_unflatten(leaves, call.spec)
     out = call.func(*args, **kwargs)

@@ -54,4 +54,8 @@ def _depends(node: Node, status: dict[int, Status], argument: int) -> bool:
 
 
 def _all_depend(node: Node, status: dict[int, Status]) -> bool:
-    return all(status.get(m, Status.CONSTANT) is not Status.CONSTANT for _, t, m in node.inputs if t.is_floating_point())
+    return all(
+        status.get(m, Status.CONSTANT) is not Status.CONSTANT
+        for _, t, m in node.inputs
+        if t.is_floating_point()
+    )

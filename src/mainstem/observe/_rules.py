@@ -1,9 +1,10 @@
 """Which torch functions are linear in the stream once their coefficients are frozen.
 
-A tensor of a traced pass is, with respect to a state of the stream, one of three things: it does not depend on it
-(CONSTANT); it is an affine function of it through functions that only carry (LINEAR): shape, cast, sum, scale, norm
-with frozen statistics, mixing of a few streams; or it went through something that learns (OTHER): a weight
-matrix, an attention, a non-linearity. What is carried is LINEAR, what is written is OTHER, and their sum is JOINED.
+A tensor of a traced pass is, with respect to a state of the stream, one of three things: it does not depend
+on it (CONSTANT); it is an affine function of it through functions that only carry (LINEAR): shape, cast, sum,
+scale, norm with frozen statistics, mixing of a few streams; or it went through something that learns (OTHER):
+a weight matrix, an attention, a non-linearity. What is carried is LINEAR, what is written is OTHER, and their
+sum is JOINED.
 """
 
 from __future__ import annotations
@@ -19,25 +20,83 @@ MAX_STREAMS = 32
 """A contraction over more entries than this is a weight matrix, not a mixing of streams."""
 
 SHAPE = frozenset(
-    "view reshape transpose permute unsqueeze squeeze expand expand_as repeat repeat_interleave contiguous clone "
-    "flatten unflatten movedim swapaxes swapdims to float double half bfloat16 type type_as detach getitem split "
-    "chunk unbind select narrow index_select get:T get:mT get:data t roll dropout view_as reshape_as "
-    "split_with_sizes tensor_split broadcast_to pad alias cpu cuda neg take_along_dim gather get:H get:mH "
-    "_to_copy masked_fill dropout1d feature_dropout alpha_dropout".split()
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "repeat",
+        "repeat_interleave",
+        "contiguous",
+        "clone",
+        "flatten",
+        "unflatten",
+        "movedim",
+        "swapaxes",
+        "swapdims",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        "detach",
+        "getitem",
+        "split",
+        "chunk",
+        "unbind",
+        "select",
+        "narrow",
+        "index_select",
+        "get:T",
+        "get:mT",
+        "get:data",
+        "t",
+        "roll",
+        "dropout",
+        "view_as",
+        "reshape_as",
+        "split_with_sizes",
+        "tensor_split",
+        "broadcast_to",
+        "pad",
+        "alias",
+        "cpu",
+        "cuda",
+        "neg",
+        "take_along_dim",
+        "gather",
+        "get:H",
+        "get:mH",
+        "_to_copy",
+        "masked_fill",
+        "dropout1d",
+        "feature_dropout",
+        "alpha_dropout",
+    ]
 )
-ADDITIVE = frozenset("add sub rsub cat concat concatenate stack where setitem".split())
-PRODUCT = frozenset("mul".split())
-CONTRACTION = frozenset("matmul bmm mm einsum linear tensordot rmatmul".split())
-REDUCTION = frozenset("sum mean".split())
-NORMS = frozenset("layer_norm rms_norm normalize".split())
-SIZES = frozenset("rsqrt sqrt std norm linalg_norm linalg_vector_norm vector_norm".split())
+ADDITIVE = frozenset(["add", "sub", "rsub", "cat", "concat", "concatenate", "stack", "where", "setitem"])
+PRODUCT = frozenset(["mul"])
+CONTRACTION = frozenset(["matmul", "bmm", "mm", "einsum", "linear", "tensordot", "rmatmul"])
+REDUCTION = frozenset(["sum", "mean"])
+NORMS = frozenset(["layer_norm", "rms_norm", "normalize"])
+SIZES = frozenset(["rsqrt", "sqrt", "std", "norm", "linalg_norm", "linalg_vector_norm", "vector_norm"])
 """Functions that measure how large a vector is."""
-ATTENTION = frozenset("scaled_dot_product_attention multi_head_attention_forward flex_attention".split())
-FUSED_ADDS = frozenset("addcmul addmm baddbmm".split())
+ATTENTION = frozenset(["scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"])
+FUSED_ADDS = frozenset(["addcmul", "addmm", "baddbmm"])
 """Functions that add a product to their first argument: the write itself is never a tensor."""
-JOINS = frozenset("add sub rsub".split()) | FUSED_ADDS
+JOINS = frozenset(["add", "sub", "rsub"]) | FUSED_ADDS
 """Functions that can join a write to the stream."""
-HEAVY = CONTRACTION | ATTENTION | frozenset("conv1d conv2d conv3d addmm baddbmm embedding _grouped_mm".split())
+HEAVY = (
+    CONTRACTION
+    | ATTENTION
+    | frozenset(["conv1d", "conv2d", "conv3d", "addmm", "baddbmm", "embedding", "_grouped_mm"])
+)
 """Functions in which a sublayer does its work."""
 
 

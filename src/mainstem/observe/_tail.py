@@ -28,15 +28,16 @@ class _Taped:
 class Tail:
     """The calls from the final state to the output, as a function of the state.
 
-    Norm statistics are recomputed for each state; caps, scales and biases of the head are all there, because they
-    are the model's own calls. A state must have the shape of the pass that was recorded.
+    Norm statistics are recomputed for each state; caps, scales and biases of the head are all there, because
+    they are the model's own calls. A state must have the shape of the pass that was recorded.
     """
 
     def __init__(self, calls: list[_Taped], output: int):
         self._calls, self._output = calls, output
 
     def __call__(self, state: Tensor) -> Tensor:
-        """``[batch, pos, (n,) width]`` -> the model's output, ``[batch, pos, vocab]`` for a language model."""
+        """``[batch, pos, (n,) width]`` -> the model's output, ``[batch, pos, vocab]`` for a language
+        model."""
         made: dict[int, Any] = {0: state}
 
         def fill(x: Any) -> Any:
@@ -77,7 +78,7 @@ class TailRecorder:
         """Run one call, taping it if it depends on the state."""
         template = pytree.tree_map(self._template, (args, kwargs))
         out = func(*args, **kwargs)
-        makes = [t for t in pytree.tree_leaves(out)]
+        makes = pytree.tree_leaves(out)
         if any(isinstance(leaf, _Slot) for leaf in pytree.tree_leaves(template)) and any(
             isinstance(t, Tensor) for t in makes
         ):
@@ -88,8 +89,12 @@ class TailRecorder:
     def close(self, output: Any, name: str) -> Tail | None:
         """Return the tail that makes the model's main output, or None where it is not a tensor made here."""
         self.is_open = False
-        candidates = [output[name]] if isinstance(output, Mapping) and name in output else pytree.tree_leaves(output)
-        numbers = [self._numbers[id(t)] for t in candidates if isinstance(t, Tensor) and id(t) in self._numbers]
+        candidates = (
+            [output[name]] if isinstance(output, Mapping) and name in output else pytree.tree_leaves(output)
+        )
+        numbers = [
+            self._numbers[id(t)] for t in candidates if isinstance(t, Tensor) and id(t) in self._numbers
+        ]
         self._alive.clear()
         self._numbers = {}
         return Tail(self._calls, numbers[0]) if numbers else None

@@ -76,7 +76,8 @@ class Trace:
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """Name a torch function in one way, however it was spelled: ``a + b``, ``a.add_(b)``, ``torch.add(a, b)``."""
+    """Name a torch function in one way, however it was spelled: ``a + b``, ``a.add_(b)``, ``torch.add(a,
+    b)``."""
     name: str = getattr(func, "__name__", "") or str(func)
     if name == "__get__":
         return "get:" + str(getattr(getattr(func, "__self__", None), "__name__", "?"))
@@ -131,7 +132,11 @@ class _TraceMode(TorchFunctionMode):
         self._alive: list[Tensor] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [(i, t) for i, t in enumerate(pytree.tree_leaves((args, kwargs))) if isinstance(t, Tensor)]
@@ -161,7 +166,9 @@ class _TraceMode(TorchFunctionMode):
         inputs = [(slot, t, self.maker.get(id(t), -1)) for slot, t in tensors]
         altered = [t for slot, t in tensors if slot in changed]
         index = len(self.nodes)
-        self.nodes.append(Node(index, key, self._tracker.stack, args, kwargs, inputs, made or altered, changed))
+        self.nodes.append(
+            Node(index, key, self._tracker.stack, args, kwargs, inputs, made or altered, changed)
+        )
         for t in made:
             self._by_storage[_storage(t)].add(id(t))
             self.maker[id(t)] = index
@@ -192,7 +199,8 @@ def _storage(t: Tensor) -> int:
 def trace(model: nn.Module, inputs: Mapping[str, Any]) -> Trace:
     """Run ``model(**inputs)`` once without gradients and return its data flow.
 
-    Random state is left as it was. The tensors of the pass stay alive as long as the trace does, so use few tokens.
+    Random state is left as it was. The tensors of the pass stay alive as long as the trace does, so use few
+    tokens.
     """
     tracker = FrameTracker(model)
     mode = _TraceMode(tracker)

@@ -30,7 +30,8 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
     states of the stream (every path passes through them); between two of them lies one sublayer.
 
     Args:
-        model: any ``nn.Module``; it is run as it is (train or eval), without gradients, random state left alone.
+        model: any ``nn.Module``; it is run as it is (train or eval), without gradients, random state left
+            alone.
         inputs: keyword arguments of ``model``; at most 2 sequences of 11 positions of them are used.
         source: name of the input whose stream is wanted, for a model with two (``"input_features"`` or
             ``"decoder_input_ids"``); the one with the most sublayers when not given.
@@ -52,8 +53,10 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
             best = chain
     if best is None:
         raise StreamNotFoundError(
-            f"no tensor flows from the inputs ({', '.join(inputs)}) of {type(model).__name__} to its output; expected "
-            "an embedding of the token ids or a float input of 3 dimensions. Pass the inputs its forward() takes."
+            f"no tensor flows from the inputs ({', '.join(inputs)}) of {type(model).__name__} to its "
+            "output; expected "
+            "an embedding of the token ids or a float input of 3 dimensions. Pass the inputs its "
+            "forward() takes."
         )
     return _MapBuilder(seen, best, output).build(type(model).__name__)
 
@@ -94,13 +97,15 @@ def _sink(seen: Trace, model: nn.Module) -> tuple[int, str]:
         ):
             return seen.maker[id(value)], "output"
     raise StreamNotFoundError(
-        f"{type(model).__name__} returned {type(result).__name__} without a float tensor of 2 or more dimensions; "
+        f"{type(model).__name__} returned {type(result).__name__} without a float tensor of 2 or more "
+        "dimensions; "
         "expected logits or hidden states, as a tensor, in a tuple, or under 'logits' or 'last_hidden_state'."
     )
 
 
 def _sources(seen: Trace, sink: int, wanted: str | None) -> list[int]:
-    """Return the nodes where a stream may begin: look-ups of the ids given, and float inputs; best guesses first."""
+    """Return the nodes where a stream may begin: look-ups of the ids given, and float inputs; best guesses
+    first."""
     inputs = {n.key.function.removeprefix("input:"): n for n in seen.nodes if n.name.startswith("input:")}
     ids = {name: n.output for name, n in inputs.items() if "ids" in name and not n.output.is_floating_point()}
     exact: list[int] = []
@@ -148,7 +153,8 @@ class _MapBuilder:
         self.container = self._find_container()
         self.notes: list[str] = []
 
-    # which module is a block -------------------------------------------------------------------------------------
+    # which module is a block
+    # -------------------------------------------------------------------------------------
 
     def _find_container(self) -> str | None:
         """Return the path of the module list whose numbered members are the blocks, or None."""
@@ -177,14 +183,16 @@ class _MapBuilder:
         return None
 
     def child(self, node: Node) -> str:
-        """Return the name of the block's child module in which ``node`` was made ('' for the block itself)."""
+        """Return the name of the block's child module in which ``node`` was made ('' for the block
+        itself)."""
         block = self.block_frame(node)
         path = node.key.frame.path
         if block is None:
             return path
         return path[len(block.path) + 1 :].split(".")[0]
 
-    # sites -------------------------------------------------------------------------------------------------------
+    # sites
+    # -------------------------------------------------------------------------------------------------------
 
     def build(self, model_name: str) -> StreamMap:
         """Return the finished map."""
@@ -223,10 +231,11 @@ class _MapBuilder:
         )
 
     def _pieces(self) -> list[_Piece]:
-        """Cut the chain into sublayers: every join, and every run of opaque links inside one module of a block.
+        """Cut the chain into sublayers: every join, and every run of opaque links inside one module of a
+        block.
 
-        Where something outside a block replaces the stream, another begins (a decoder that reads an encoder); the
-        one with the most sublayers is meant.
+        Where something outside a block replaces the stream, another begins (a decoder that reads an encoder);
+        the one with the most sublayers is meant.
         """
         longest: list[_Piece] = []
         pieces: list[_Piece] = []
@@ -259,7 +268,8 @@ class _MapBuilder:
         return max(longest, pieces, key=len)
 
     def _spans_blocks(self, piece: _Piece) -> bool:
-        """Whether one member of a module list works on what another made, with no state of the stream between."""
+        """Whether one member of a module list works on what another made, with no state of the stream
+        between."""
         for link in piece.links:
             block = self.block_frame(link.end)
             inside = f"{block.path}." if block is not None else ""
@@ -389,10 +399,14 @@ class _MapBuilder:
     def _refuse(self, model_name: str) -> None:
         size = max((len(link.nodes) for link in self.chain.links), default=0)
         raise StreamNotFoundError(
-            f"no residual stream was found in {model_name}: of {len(self.chain.states)} tensors that every path from "
-            f"the embedding to {self.output!r} passes, no two in a row have just one sublayer of one block between "
-            f"them; the longest stretch without such a tensor holds {size} calls. A model whose sublayers read the "
-            "outputs of many earlier ones (depth attention, dense connections) or that adds its input after its last "
+            f"no residual stream was found in {model_name}: of {len(self.chain.states)} tensors that "
+            "every path from "
+            f"the embedding to {self.output!r} passes, no two in a row have just one sublayer of one "
+            "block between "
+            f"them; the longest stretch without such a tensor holds {size} calls. A model whose "
+            "sublayers read the "
+            "outputs of many earlier ones (depth attention, dense connections) or that adds its input "
+            "after its last "
             "block has no single state between its blocks, and cannot be mapped this way."
         )
 
@@ -406,7 +420,8 @@ class _Piece:
 
 
 def _group(sites: list[Site], frames: list[Frame | None]) -> tuple[list[BlockMap], list[Site]]:
-    """Number the blocks: by the module call, or, where there are no numbered modules, by the order of kinds."""
+    """Number the blocks: by the module call, or, where there are no numbered modules, by the order of
+    kinds."""
     blocks: list[BlockMap] = []
     numbered: list[Site] = []
     seen_kinds: set[str] = set()

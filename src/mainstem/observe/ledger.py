@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ class Ledger:
     """Every contribution to the final state, with all coefficients frozen at the values of one pass.
 
     Attributes:
-        labels: ``embed``, ``pos_embed``, ``0_attn_out``, ``0_mlp_out``, ..., ``bias``; in the order of writing.
+        labels: ``embed``, ``pos_embed``, ``0_attn_out``, ``0_mlp_out``, ..., ``bias``; in the order of
+            writing.
         rows: ``[component, batch, pos, (n,) width]``: what is left at the top of each contribution.
         final: ``[batch, pos, (n,) width]``: the final state, before the final norm.
         embedded: ``[batch, pos, (n,) width]``: the ``embed`` row as it entered the first block.
@@ -50,7 +52,8 @@ class Ledger:
         if not self.error <= tolerance:
             raise BooksError(
                 f"the ledger does not balance: its {len(self.labels)} rows differ from the final state by "
-                f"{self.error:.2e} of its size, more than the {tolerance:.0e} allowed; no attribution is given."
+                f"{self.error:.2e} of its size, more than the {tolerance:.0e} allowed; no attribution is "
+                "given."
             )
         return self
 
@@ -59,7 +62,8 @@ class Ledger:
         return self.rows[self.labels.index(label)]
 
     def carried_share(self) -> Tensor:
-        """Return how much of the embedding is still there at the top: ``<row, embedded> / <embedded, embedded>``.
+        """Return how much of the embedding is still there at the top: ``<row, embedded> / <embedded,
+        embedded>``.
 
         Returns:
             ``[batch, pos]``: 1 where it is carried whole (Pre-LN), 0 where nothing is (no residual).
@@ -71,8 +75,10 @@ class Ledger:
 def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -> Ledger:
     """Return the ledger of any model that :func:`find_stream` has mapped.
 
-    Whatever lies between a write and the top (scales, norms, mixing of streams) is applied to the write with its
-    coefficients frozen: a norm's statistics, a gate, a mixing matrix are those of this pass. Holds one tensor of the
+    Whatever lies between a write and the top (scales, norms, mixing of streams) is applied to the write with
+    its
+    coefficients frozen: a norm's statistics, a gate, a mixing matrix are those of this pass. Holds one tensor
+        of the
     stream's size for each write; give it few tokens.
 
     Args:
@@ -91,6 +97,10 @@ def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -
         output = model(**inputs)
     recorder.finish(type(model).__name__, output)
     return recorder.close()
+
+
+class _Step(Protocol):
+    def __call__(self, row: Tensor, bias: bool) -> Tensor: ...
 
 
 class _LedgerRecorder(Recorder):
@@ -122,14 +132,16 @@ class _LedgerRecorder(Recorder):
         """Take the rows through what happens to the stream itself."""
         if site.then_path:
             end = site.after.call
-            self.rows = self._each(lambda row, bias: self._walk(site.then_path, site.join.call, row, bias, end))
+            path, start = site.then_path, site.join.call
+            self.rows = self._each(lambda row, bias: self._walk(path, start, row, bias, end))
         self.final = self.stream_shaped(self.value(site.after)).clone()
 
-    def _each(self, step: Callable[[Tensor, bool], Tensor]) -> dict[str, Tensor]:
-        """Apply a linear step to every row at once; the bias row, which takes up offsets on the way, apart."""
+    def _each(self, step: _Step) -> dict[str, Tensor]:
+        """Apply a linear step to all rows at once, and to the bias row, which takes up offsets, apart."""
         labels = [label for label in self.rows if label != "bias"]
-        done = torch.vmap(lambda row: step(row, False))(torch.stack([self.rows[label] for label in labels]))
-        return {**dict(zip(labels, done, strict=True)), "bias": step(self.rows["bias"], True)}
+        stacked = torch.stack([self.rows[label] for label in labels])
+        done: Tensor = torch.vmap(functools.partial(step, bias=False))(stacked)
+        return {**dict(zip(labels, done, strict=True)), "bias": step(self.rows["bias"], bias=True)}
 
     def close(self) -> Ledger:
         """Return the ledger, rows that are zero left out."""
@@ -141,7 +153,7 @@ class _LedgerRecorder(Recorder):
         return Ledger(tuple(kept), rows, self.final, self.embedded, self.batch.mask)
 
     def _open(self) -> None:
-        """Start the rows from the source: what is linear in it, what was added in front, and norms' biases."""
+        """Start the rows: what is linear in the source, what is added to it, and norms' biases."""
         path, end = self.map.front_path, self.map.sites[0].before.call
         source = self.calls[self.map.source.call].made[0]
         nothing = torch.zeros_like(source)
@@ -160,6 +172,7 @@ class _LedgerRecorder(Recorder):
             assert value.made_by is not None
             part = self.stream_shaped(self._pick(made, value)) * value.sign
             total = part if total is None else total + part
+        assert total is not None
         return total
 
     def _walk(
@@ -187,7 +200,8 @@ class _LedgerRecorder(Recorder):
 
     def _pick(self, made: Mapping[CallKey, list[Tensor]], value: Value) -> Tensor:
         """Return the stand-in for the argument ``value``, of those its maker made."""
-        assert value.made_by is not None and value.slot is not None
+        assert value.made_by is not None
+        assert value.slot is not None
         taken = self.calls[value.call].given[value.slot]
         maker = self.calls[value.made_by]
         place = next((i for i, t in enumerate(maker.made) if t is taken), 0)

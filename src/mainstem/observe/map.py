@@ -32,7 +32,8 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class PathCall:
-    """One call on the way of what is carried: linear in the arguments ``takes`` when all others are frozen."""
+    """One call on the way of what is carried: linear in the arguments ``takes`` when all others are
+    frozen."""
 
     call: CallKey
     takes: tuple[Value, ...]
@@ -60,15 +61,17 @@ class Site:
     Attributes:
         index: 0-based number among all sublayers.
         block: 0-based number of its block.
-        carry: ``"identity"``, ``"scale"``, ``"norm"`` or ``"mix"`` by what the carried part goes through between the
-            state and the addition; ``"none"`` where the sublayer replaces the stream.
+        carry: ``"identity"``, ``"scale"``, ``"norm"`` or ``"mix"`` by what the carried part goes through
+            between the state and the addition; ``"none"`` where the sublayer replaces the stream.
         before: the state that enters.
         carried: arguments of the addition that carry.
         writes: what is added.
         join: the sum.
         after: the state that leaves: the sum, or the sum normed or scaled (Post-LN).
-        then: what happens to the sum on its way to ``after``: ``"identity"``, ``"scale"``, ``"norm"`` or ``"mix"``.
-        carry_path: the calls between ``before`` and ``carried``; ``then_path``: between ``join`` and ``after``.
+        then: what happens to the sum on its way to ``after``: ``"identity"``, ``"scale"``, ``"norm"`` or
+            ``"mix"``.
+        carry_path: the calls between ``before`` and ``carried``; ``then_path``: between ``join`` and
+            ``after``.
     """
 
     index: int
@@ -114,7 +117,8 @@ class StreamMap:
         blocks: all blocks, in order.
         num_streams: 1, or n for a model that carries ``[batch, pos, n, width]``.
         width: size of the last dimension of one stream.
-        exits: arguments through which the rest of the model takes up the final state; empty where it is the output.
+        exits: arguments through which the rest of the model takes up the final state; empty where it is the
+            output.
         output: which output of the model the flow was followed to, such as ``"logits"``.
         notes: what a reader should know, in sentences.
     """
@@ -136,7 +140,8 @@ class StreamMap:
         return self.sites[-1].after
 
     def names(self) -> dict[str, str]:
-        """Map TransformerLens point names to module paths (with the call number where a module is called again)."""
+        """Map TransformerLens point names to module paths (with the call number where a module is called
+        again)."""
         found: dict[str, str] = {"hook_embed": self.source.call.frame.path}
         for block in self.blocks:
             path = block.module if block.call == 0 else f"{block.module}#{block.call}"
@@ -154,11 +159,15 @@ class StreamMap:
     def describe(self) -> str:
         """Return the map as a table for people."""
         streams = f", {self.num_streams} streams" if self.num_streams > 1 else ""
-        lines = [f"{len(self.blocks)} blocks, {len(self.sites)} sublayers, width {self.width}{streams}, to {self.output}"]
+        lines = [
+            f"{len(self.blocks)} blocks, {len(self.sites)} sublayers, width {self.width}{streams}, to "
+            f"{self.output}"
+        ]
         for block in self.blocks:
             sites = self.sites[block.first_site : block.end_site]
             what = "; ".join(
-                f"{' + '.join(w.kind for w in s.writes)} (carry: {s.carry}{'' if s.then == 'identity' else f', then {s.then}'})"
+                f"{' + '.join(w.kind for w in s.writes)} (carry: "
+                f"{s.carry}{'' if s.then == 'identity' else f', then {s.then}'})"
                 for s in sites
             )
             lines.append(f"{block.index:4d}  {block.module}  {what}")

@@ -28,7 +28,8 @@ class Books:
 
     Attributes:
         additivity: largest ``|after - (carried + writes)| / |after|`` over sites and real tokens.
-        continuity: largest ``|taken - made| / |made|`` between what a site carries and what the site before left.
+        continuity: largest ``|taken - made| / |made|`` between what a site carries and what the site before
+            left.
         additivity_site, continuity_site: where the largest was, -1 if all were zero.
         passes: how many passes were checked.
     """
@@ -67,8 +68,8 @@ class Recording:
     Attributes:
         output: what the model returned, bit-identical to a pass without recording.
         books: the largest errors found.
-        tail: the model from its final state on (final norm, head, caps), to be applied to other states of the same
-            shape; None where it was not asked for.
+        tail: the model from its final state on (final norm, head, caps), to be applied to other states of the
+            same shape; None where it was not asked for.
     """
 
     output: Any
@@ -87,9 +88,9 @@ def record(
 ) -> Recording:
     """Run ``model(**inputs)`` and hand the stream to ``reducers`` as it is produced.
 
-    Nothing is held beyond the block in progress, so memory does not grow with depth. Gradients flow as they would
-    without recording; wrap the call in ``torch.no_grad()`` for statistics. On exit, after an exception in a reducer
-    too, no hook is left and none of the model's or the user's was touched.
+    Nothing is held beyond the block in progress, so memory does not grow with depth. Gradients flow as they
+    would without recording; wrap the call in ``torch.no_grad()`` for statistics. On exit, after an exception
+    in a reducer too, no hook is left and none of the model's or the user's was touched.
 
     Args:
         model: the module that ``stream_map`` was found in.
@@ -117,8 +118,12 @@ def record(
 
 def batch_of(inputs: Mapping[str, Any]) -> Batch:
     """Say which tokens of ``inputs`` are real: by ``attention_mask`` where it is given, all otherwise."""
-    ids = next((inputs[k] for k in ("decoder_input_ids", "input_ids") if isinstance(inputs.get(k), Tensor)), None)
-    mask_name = "decoder_attention_mask" if isinstance(inputs.get("decoder_input_ids"), Tensor) else "attention_mask"
+    ids = next(
+        (inputs[k] for k in ("decoder_input_ids", "input_ids") if isinstance(inputs.get(k), Tensor)), None
+    )
+    mask_name = (
+        "decoder_attention_mask" if isinstance(inputs.get("decoder_input_ids"), Tensor) else "attention_mask"
+    )
     mask = inputs.get(mask_name)
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return Batch(mask=mask.bool(), token_ids=ids)
@@ -191,12 +196,19 @@ class Recorder(TorchFunctionMode):
         """Take an input that is itself the first state of the stream."""
         before = self.map.sites[0].before.call
         if before.function.startswith("input:"):
-            self.calls[before] = Call.of_input(before.function, inputs[before.function.removeprefix("input:")])
+            self.calls[before] = Call.of_input(
+                before.function, inputs[before.function.removeprefix("input:")]
+            )
 
-    # every call --------------------------------------------------------------------------------------------------
+    # every call
+    # --------------------------------------------------------------------------------------------------
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         frame = self.tracker.current
@@ -232,7 +244,8 @@ class Recorder(TorchFunctionMode):
             self._then(self.map.sites[self.watch.thens[key]])
         return out
 
-    # the books ---------------------------------------------------------------------------------------------------
+    # the books
+    # ---------------------------------------------------------------------------------------------------
 
     def _join(self, site: Site) -> None:
         if site.index != self._next or site.before.call not in self.calls:
@@ -342,7 +355,8 @@ class Recorder(TorchFunctionMode):
             )
         if self._next != len(self.map.sites):
             raise StreamNotFoundError(
-                f"{model_name} went through {self._next} of the {len(self.map.sites)} sublayers of its map; it took "
+                f"{model_name} went through {self._next} of the {len(self.map.sites)} sublayers of its "
+                "map; it took "
                 "another path than when it was traced. Find the map again with inputs like these."
             )
         for reducer in self.reducers:
@@ -359,7 +373,8 @@ class Recorder(TorchFunctionMode):
             return
         if self.batch_is_given:
             raise ConfigError(
-                f"the batch's mask has shape {tuple(mask.shape)}, but the stream is {tuple(state.shape)}; expected "
+                f"the batch's mask has shape {tuple(mask.shape)}, but the stream is "
+                f"{tuple(state.shape)}; expected "
                 f"{tuple(state.shape[:2])}, one entry a token."
             )
         self.batch = Batch(mask=torch.ones(state.shape[:2], dtype=torch.bool, device=state.device))
@@ -408,7 +423,8 @@ class Recorder(TorchFunctionMode):
             self.books.note_continuity(error, index)
 
     def _continuity_error(self, maker: Call, taker: Call, slot: int) -> float:
-        """Return 0 where the very tensor that was made is taken, unchanged; infinity where it was changed in place."""
+        """Return 0 where the very tensor that was made is taken, unchanged; infinity where it was changed in
+        place."""
         taken = taker.given[slot]
         for made, made_version in zip(maker.made, maker.made_versions, strict=True):
             if made is taken:
@@ -428,13 +444,15 @@ class Recorder(TorchFunctionMode):
 
 def _other_path(site: int, expected: int) -> StreamNotFoundError:
     return StreamNotFoundError(
-        f"the pass reached sublayer {site} where {expected} was expected; the model took another path than when it "
+        f"the pass reached sublayer {site} where {expected} was expected; the model took another path "
+        "than when it "
         "was traced. Find the map again with inputs like these."
     )
 
 
 def relative_error(given: Tensor, expected: Tensor, mask: Tensor) -> float:
-    """Return the largest ``|given - expected| / |expected|`` over real tokens, norms over all but the first two dims.
+    """Return the largest ``|given - expected| / |expected|`` over real tokens, norms over all but the first
+    two dims.
 
     Computed in fp32, or fp64 where the tensors are. Infinite where shapes differ; NaN where a value is.
     """

@@ -30,9 +30,10 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
     """Return the ledger of a tower by the linearization of each of its connections.
 
     Where :func:`mainstem.observe.ledger` reads coefficients off the data flow, this asks
-        :meth:`mainstem.connections.Connection.linearize`; the two are independent and agree, except that here the bias of
-    a norm on a write is in the ``bias`` row and there in the write's own. It works for every stream a connection can
-    carry, histories too. Holds one stream for each write; give it few tokens.
+        :meth:`mainstem.connections.Connection.linearize`; the two are independent and agree, except that here
+        the bias of
+    a norm on a write is in the ``bias`` row and there in the write's own. It works for every stream a
+    connection can carry, histories too. Holds one stream for each write; give it few tokens.
 
     Args:
         tower: run once, without gradients.
@@ -46,7 +47,7 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
     stream: Stream = embedded
     rows: dict[str, Stream] = {"embed": embedded}
     if positions is not None:
-        rows["pos_embed"] = _map(lambda p, x: p.expand_as(x), tower.trunk.expand(positions), embedded)
+        rows["pos_embed"] = _map(torch.Tensor.expand_as, tower.trunk.expand(positions), embedded)
         rows["embed"] = _map(torch.sub, embedded, rows["pos_embed"])
     rows["bias"] = _map(torch.zeros_like, embedded)
     start = tower.trunk.linearize_collapse(embedded)(rows["embed"])
@@ -83,10 +84,14 @@ def _run(
     """Return the first stream, what the positions added to it, and every branch's output, from one pass."""
     found: dict[str, Any] = {}
     updates: list[dict[str, Tensor]] = []
-    handles = [tower.blocks[0].register_forward_pre_hook(lambda _, args: found.update(stream=args[0]))]
+
+    def keep_stream(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found["stream"] = args[0]
+
+    handles = [tower.blocks[0].register_forward_pre_hook(keep_stream)]
     table = getattr(tower, "position_embedding", None)
     if isinstance(table, nn.Module):
-        handles.append(table.register_forward_hook(lambda *a: found.update(positions=a[2])))
+        handles.append(table.register_forward_hook(_keeper(found, "positions")))
     for _, _, branches in tower.sublayers():
         updates.append({})
         for kind, branch in branches.items():
@@ -99,9 +104,9 @@ def _run(
     return found["stream"], found.get("positions"), updates
 
 
-def _keeper(place: dict[str, Tensor], kind: str) -> Callable[..., None]:
+def _keeper(place: dict[str, Any], name: str) -> Callable[..., None]:
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-        place[kind] = output
+        place[name] = output
 
     return keep
 

@@ -34,7 +34,8 @@ def write_files(result: AuditResult, folder: Path) -> list[Path]:
                 os.replace(path, folder / path.name)
     except OSError as error:
         raise MainstemError(
-            f"the results could not be written to {folder}: {error.strerror or error}. Nothing was left half written; "
+            f"the results could not be written to {folder}: {error.strerror or error}. Nothing was left "
+            "half written; "
             "choose another folder with --out."
         ) from error
     return [folder / "audit.json", folder / "audit.csv"]
@@ -63,5 +64,3 @@ def _flat(value: object, prefix: str = "") -> dict[str, object]:
     for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
         found |= _flat(inner, f"{prefix}{key}.")
     return found
-
-

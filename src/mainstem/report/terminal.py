@@ -12,7 +12,8 @@ def print_result(result: AuditResult, console: Console) -> None:
     """Print the table by block, then what was found."""
     stream, model, text = (result.provenance[k] for k in ("stream", "model", "text"))
     console.print(
-        f"[bold]{model['requested']}[/bold] ({model['architecture']}, {model['num_parameters']:,} parameters, "
+        f"[bold]{model['requested']}[/bold] ({model['architecture']}, {model['num_parameters']:,} "
+        "parameters, "
         f"{model['dtype']}): {stream['num_blocks']} blocks, width {stream['width']}"
         + (f", {stream['num_streams']} streams" if stream["num_streams"] > 1 else ""),
         highlight=False,
@@ -37,7 +38,12 @@ def print_result(result: AuditResult, console: Console) -> None:
 def _table(result: AuditResult) -> Table:
     kinds = [
         (f"{kind}_write_ratio", head)
-        for kind, head in (("attn", "attn/h"), ("cross_attn", "cross/h"), ("mlp", "mlp/h"), ("mixer", "mixer/h"))
+        for kind, head in (
+            ("attn", "attn/h"),
+            ("cross_attn", "cross/h"),
+            ("mlp", "mlp/h"),
+            ("mixer", "mixer/h"),
+        )
         if any(getattr(b, f"{kind}_write_ratio") is not None for b in result.blocks)
     ]
     has_lens = any(b.lens_kl is not None for b in result.blocks)
