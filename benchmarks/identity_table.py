@@ -30,10 +30,21 @@ fp32 on {versions}, 2 sequences of 11 tokens.
   is the very same tensor.
 - **ledger**: `|sum of all contributions - final state| / |final state|`, all coefficients frozen.
 - **carry**, **then**: what happens to the stream before and after each addition. `none`: no residual.
-
-| architecture | blocks | sublayers | streams | writes | carry | then | additivity | continuity | ledger | note |
-|---|---|---|---|---|---|---|---|---|---|---|
 """
+
+COLUMNS = [
+    "architecture",
+    "blocks",
+    "sublayers",
+    "streams",
+    "writes",
+    "carry",
+    "then",
+    "additivity",
+    "continuity",
+    "ledger",
+    "note",
+]
 
 
 def row(name: str, case: Any) -> str:
@@ -82,7 +93,8 @@ def main() -> None:
     import zoo  # only now is it on the path
 
     known = versions("torch", "transformers")
-    lines = [HEADER.format(versions=", ".join(f"{k} {v}" for k, v in known.items())).rstrip("\n")]
+    lines = [HEADER.format(versions=", ".join(f"{k} {v}" for k, v in known.items()))]
+    lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     real = zoo.REAL if zoo.minilm_folder() is not None else {}
     for name, case in (zoo.CASES | real).items():
         lines.append(row(name, case))
