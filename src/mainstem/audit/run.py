@@ -133,7 +133,8 @@ class _Job:
             raise BooksError(
                 f"the books of this model do not balance: {kind} is off by {error:.2e} at block {block} "
                 f"(sublayer {site}), more than the {self.tolerance:.0e} allowed for its dtype. No figure "
-                "is given. NaN activations or a hook that changes the stream can cause this; try --dtype float32."
+                "is given. NaN activations or a hook that changes the stream can cause this; "
+                "try --dtype float32."
             )
 
     def _inputs(self, window: WindowBatch) -> dict[str, Any]:
