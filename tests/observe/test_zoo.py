@@ -89,9 +89,11 @@ def test_writes_equal_module_outputs(name: str) -> None:
     seen = see(name)
     for block in range(seen.case.blocks):
         outputs = seen.block_outputs(block)
-        for kind, rebuild in seen.case.writes.items():
+        sublayers = seen.case.odd_blocks.get(block, seen.case.sublayers)
+        for kind in "+".join(sublayers).split("+"):
             write = seen.kept[f"{kind}_out", block]
-            assert torch.equal(write, rebuild(outputs).reshape(write.shape)), f"{kind} of block {block}"
+            rebuilt = seen.case.writes[kind](outputs).reshape(write.shape)
+            assert torch.equal(write, rebuilt), f"{kind} of block {block}"
 
 
 @each_case
@@ -134,7 +136,12 @@ def test_streams_side_by_side_are_noted() -> None:
         "the state begins as 4 copies of the embedding, 64 wide, side by side",
     )
     assert see("qwen4_exp").map.notes[0] in see("qwen4_exp").map.describe()
-    assert see("llama").map.notes == see("albert").map.notes == ()
+    assert see("llama").map.notes == see("albert").map.notes == see("vit").map.notes == ()
+
+
+def test_other_streams_are_noted() -> None:
+    (note,) = see("whisper_encoder").map.notes
+    assert note.startswith("1 sublayers belong to other streams")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,114 +9,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from cases import (
+    BATCH,
+    VOCAB,
+    WIDTH,
+    Case,
+    Rebuild,
+    base,
+    from_class,
+    from_config,
+    gated,
+    language_model,
+    out,
+    shake,
+    tokens,
+)
 from handmade import HANDMADE, DenseStack, HandCase, OuterResidual, PreBlock
-from torch import Tensor, nn
+from more_cases import MORE
+from torch import nn
 
 from mainstem.connections import scheme_names
 from mainstem.tower import Tower, TowerConfig
-
-transformers.logging.set_verbosity_error()
-
-VOCAB, WIDTH, POSITIONS, BATCH = 100, 64, 11, 2
-Rebuild = Callable[[Mapping[str, Tensor]], Tensor]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One architecture.
-
-    Attributes:
-        build: makes the model; ``inputs`` its keyword arguments.
-        sublayers: kinds of the writes of each sublayer of a block; ``"attn+mlp"`` for a parallel block.
-        blocks: how many blocks; ``odd_blocks`` names those that differ, with their sublayers.
-        carry: what the stream goes through before the sum; ``then``: after it.
-        streams: how many streams the state has; ``width``: of one.
-        writes: by kind, how to rebuild the write from the outputs of the block's modules. Empty where a model
-            computes it in no module.
-        hidden_states: under which name the model gives the raw states of this stream; None where it does not.
-        first_state: number of the state that it gives first.
-        source: which input's stream is wanted.
-        note: for the table.
-    """
-
-    build: Callable[[], nn.Module]
-    inputs: Callable[[], dict[str, Any]]
-    sublayers: tuple[str, ...] = ("attn", "mlp")
-    blocks: int = 4
-    odd_blocks: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    carry: str = "identity"
-    then: str = "identity"
-    streams: int = 1
-    width: int = WIDTH
-    writes: Mapping[str, Rebuild] = dataclasses.field(default_factory=dict)
-    hidden_states: str | None = "hidden_states"
-    first_state: int = 0
-    source: str | None = None
-    note: str = ""
-
-    @property
-    def num_sites(self) -> int:
-        return sum(len(self.odd_blocks.get(i, self.sublayers)) for i in range(self.blocks))
-
-
-def out(module: str, scale: float = 1.0) -> Rebuild:
-    """The write is the output of a module of the block, times a number."""
-    return lambda outputs: outputs[module] * scale
-
-
-def gated(module: str, gate: str) -> Rebuild:
-    """The write is a module's output, weighed for each stream by the first output of a hyper-connection."""
-    return lambda outputs: outputs[gate].unsqueeze(-1) * outputs[module].unsqueeze(-2)
-
-
-def tokens() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    return {"input_ids": torch.randint(3, VOCAB, (BATCH, POSITIONS), generator=generator)}
-
-
-def shake(model: nn.Module) -> nn.Module:
-    """Make norm weights and biases non-trivial, so that a forgotten one shows."""
-    for parameter in model.parameters():
-        if parameter.ndim <= 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    return model.eval()
-
-
-def from_config(config: Callable[[], Any], auto: str = "AutoModelForCausalLM") -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return shake(getattr(transformers, auto).from_config(config()))
-
-    return build
-
-
-def from_class(name: str, config: Callable[[], Any]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return shake(getattr(transformers, name)(config()))
-
-    return build
-
-
-def _base(**changes: Any) -> dict[str, Any]:
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": WIDTH,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return sizes | changes
-
 
 _GQA = {"num_key_value_heads": 2}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -124,10 +43,8 @@ _LLAMA_WRITES = {"attn": out("self_attn"), "mlp": out("mlp")}
 _POST_NORMS = {"attn": out("post_attention_layernorm"), "mlp": out("post_feedforward_layernorm")}
 
 
-def _lm(config_class: str, writes: Mapping[str, Rebuild] = _LLAMA_WRITES, /, **changes: Any) -> Case:
-    case = {f.name: changes.pop(f.name) for f in dataclasses.fields(Case) if f.name in changes}
-    config = functools.partial(getattr(transformers, config_class), **changes)
-    return Case(build=from_config(config), inputs=tokens, writes=writes, **case)
+def _lm(config_class: str, writes: Mapping[str, Rebuild] = _LLAMA_WRITES, /, **facts: Any) -> Case:
+    return language_model(config_class, writes, **facts)
 
 
 PARALLEL = ("attn+mlp",)
@@ -148,14 +65,14 @@ CASES: dict[str, Case] = {
     "gpt_neox": _lm(
         "GPTNeoXConfig",
         {"attn": out("attention"), "mlp": out("mlp")},
-        **_base(use_parallel_residual=True),
+        **base(use_parallel_residual=True),
         sublayers=PARALLEL,
         note="parallel block",
     ),
     "gpt_neox_sequential": _lm(
         "GPTNeoXConfig",
         {"attn": out("attention"), "mlp": out("mlp")},
-        **_base(use_parallel_residual=False),
+        **base(use_parallel_residual=False),
     ),
     "gpt_neo": _lm(
         "GPTNeoConfig",
@@ -169,56 +86,56 @@ CASES: dict[str, Case] = {
         **_IDS,
         note="block returns a tuple",
     ),
-    "llama": _lm("LlamaConfig", **_base(**_GQA)),
-    "mistral": _lm("MistralConfig", **_base(**_GQA)),
-    "qwen2": _lm("Qwen2Config", **_base(**_GQA)),
-    "qwen3": _lm("Qwen3Config", **_base(head_dim=16, **_GQA)),
-    "olmo": _lm("OlmoConfig", **_base(**_GQA)),
-    "cohere": _lm("CohereConfig", **_base(**_GQA), sublayers=PARALLEL, note="parallel block"),
-    "gemma": _lm("GemmaConfig", **_base(head_dim=16, **_GQA)),
-    "phi": _lm("PhiConfig", **_base(), sublayers=PARALLEL, note="parallel block"),
-    "phi3": _lm("Phi3Config", **_base(**_GQA)),
-    "stablelm": _lm("StableLmConfig", **_base(**_GQA)),
-    "smollm3": _lm("SmolLM3Config", **_base(**_GQA)),
-    "starcoder2": _lm("Starcoder2Config", **_base(**_GQA)),
-    "nemotron": _lm("NemotronConfig", **_base(**_GQA)),
-    "mixtral": _lm("MixtralConfig", **_base(num_local_experts=4, **_GQA), note="mixture of experts"),
+    "llama": _lm("LlamaConfig", **base(**_GQA)),
+    "mistral": _lm("MistralConfig", **base(**_GQA)),
+    "qwen2": _lm("Qwen2Config", **base(**_GQA)),
+    "qwen3": _lm("Qwen3Config", **base(head_dim=16, **_GQA)),
+    "olmo": _lm("OlmoConfig", **base(**_GQA)),
+    "cohere": _lm("CohereConfig", **base(**_GQA), sublayers=PARALLEL, note="parallel block"),
+    "gemma": _lm("GemmaConfig", **base(head_dim=16, **_GQA)),
+    "phi": _lm("PhiConfig", **base(), sublayers=PARALLEL, note="parallel block"),
+    "phi3": _lm("Phi3Config", **base(**_GQA)),
+    "stablelm": _lm("StableLmConfig", **base(**_GQA)),
+    "smollm3": _lm("SmolLM3Config", **base(**_GQA)),
+    "starcoder2": _lm("Starcoder2Config", **base(**_GQA)),
+    "nemotron": _lm("NemotronConfig", **base(**_GQA)),
+    "mixtral": _lm("MixtralConfig", **base(num_local_experts=4, **_GQA), note="mixture of experts"),
     "qwen3_moe": _lm(
         "Qwen3MoeConfig",
-        **_base(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **_GQA),
+        **base(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **_GQA),
         note="mixture of experts",
     ),
     "gpt_oss": _lm(
         "GptOssConfig",
-        **_base(head_dim=16, num_local_experts=4, num_experts_per_tok=2, **_GQA),
+        **base(head_dim=16, num_local_experts=4, num_experts_per_tok=2, **_GQA),
         note="mlp returns (out, router scores)",
     ),
     "deepseek_v3": _lm(
         "DeepseekV3Config",
-        **_base(
+        **base(
             num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8
         ),
         **{"v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 32, "first_k_dense_replace": 1},
         note="latent attention, first block dense",
     ),
-    "olmo2": _lm("Olmo2Config", _POST_NORMS, **_base(**_GQA), note="norm on the write"),
-    "olmo3": _lm("Olmo3Config", _POST_NORMS, **_base(**_GQA), note="norm on the write"),
-    "exaone4": _lm("Exaone4Config", _POST_NORMS, **_base(**_GQA), note="norm on the write"),
-    "gemma2": _lm("Gemma2Config", _POST_NORMS, **_base(head_dim=16, **_GQA), note="norms before and after"),
+    "olmo2": _lm("Olmo2Config", _POST_NORMS, **base(**_GQA), note="norm on the write"),
+    "olmo3": _lm("Olmo3Config", _POST_NORMS, **base(**_GQA), note="norm on the write"),
+    "exaone4": _lm("Exaone4Config", _POST_NORMS, **base(**_GQA), note="norm on the write"),
+    "gemma2": _lm("Gemma2Config", _POST_NORMS, **base(head_dim=16, **_GQA), note="norms before and after"),
     "gemma3_text": _lm(
-        "Gemma3TextConfig", _POST_NORMS, **_base(head_dim=16, **_GQA), note="norms before and after"
+        "Gemma3TextConfig", _POST_NORMS, **base(head_dim=16, **_GQA), note="norms before and after"
     ),
     "glm4": _lm(
         "Glm4Config",
         {"attn": out("post_self_attn_layernorm"), "mlp": out("post_mlp_layernorm")},
-        **_base(head_dim=16, **_GQA),
+        **base(head_dim=16, **_GQA),
         note="norms before and after",
     ),
     "granite": _lm(
         "GraniteConfig",
         {"attn": out("self_attn", 0.22), "mlp": out("mlp", 0.22)},
-        **_base(residual_multiplier=0.22, embedding_multiplier=2.0, logits_scaling=3.0, **_GQA),
+        **base(residual_multiplier=0.22, embedding_multiplier=2.0, logits_scaling=3.0, **_GQA),
         note="write scaled by residual_multiplier",
     ),
     "bloom": _lm(
@@ -262,7 +179,7 @@ CASES: dict[str, Case] = {
         note="one write a block",
     ),
     "bert": Case(
-        build=from_config(lambda: transformers.BertConfig(**_base()), "AutoModelForMaskedLM"),
+        build=from_config(lambda: transformers.BertConfig(**base()), "AutoModelForMaskedLM"),
         inputs=tokens,
         writes={"attn": out("attention.output.dense"), "mlp": out("output.dense")},
         then="norm",
@@ -270,7 +187,7 @@ CASES: dict[str, Case] = {
     ),
     "albert": Case(
         build=from_config(
-            lambda: transformers.AlbertConfig(**_base(embedding_size=32)), "AutoModelForMaskedLM"
+            lambda: transformers.AlbertConfig(**base(embedding_size=32)), "AutoModelForMaskedLM"
         ),
         inputs=tokens,
         writes={"attn": out("albert_layers.0.attention.dense"), "mlp": out("albert_layers.0.ffn_output")},
@@ -278,7 +195,7 @@ CASES: dict[str, Case] = {
         note="Post-LN; one block applied 4 times",
     ),
     "modernbert": Case(
-        build=from_config(lambda: transformers.ModernBertConfig(**_base()), "AutoModelForMaskedLM"),
+        build=from_config(lambda: transformers.ModernBertConfig(**base()), "AutoModelForMaskedLM"),
         inputs=tokens,
         writes={"attn": out("attn"), "mlp": out("mlp")},
     ),
@@ -358,7 +275,7 @@ _INDEX = {"index_topk": 8, "index_n_heads": 2}
 
 
 def _glm5_next() -> Any:
-    text = _base(num_key_value_heads=4, **_MOE, **_LATENT, **_INDEX, index_kpool=2, index_head_dim=8)
+    text = base(num_key_value_heads=4, **_MOE, **_LATENT, **_INDEX, index_kpool=2, index_head_dim=8)
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "image_size": 28, "out_hidden_size": WIDTH}
     return transformers.Glm5NextConfig(
         text_config=text | {"linear_head_dim": 16, "linear_num_heads": 4},
@@ -372,7 +289,7 @@ def _qwen4_exp(**changes: Any) -> Any:
     experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
     index = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
     grams = {"ngram_size": 2, "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 1}
-    sizes = _base(num_experts=4, linear_num_value_heads=4, hc_lowrank=8, ple_embed_dim=WIDTH, **grams)
+    sizes = base(num_experts=4, linear_num_value_heads=4, hc_lowrank=8, ple_embed_dim=WIDTH, **grams)
     sizes |= (
         attention | linear | experts | index | {"indexer_budget": 8, "indexer_compress_ratio": 2} | changes
     )
@@ -384,7 +301,7 @@ CASES |= {
     "deepseek_v4": _lm(
         "DeepseekV4Config",
         _HYPER,
-        **_base(num_key_value_heads=1, head_dim=32, q_lora_rank=32, o_lora_rank=16, o_groups=2, **_MOE),
+        **base(num_key_value_heads=1, head_dim=32, q_lora_rank=32, o_lora_rank=16, o_groups=2, **_MOE),
         carry="mix",
         streams=4,
         note="4 streams mixed by a doubly stochastic matrix",
@@ -392,7 +309,9 @@ CASES |= {
     "glm5_next": Case(
         build=from_class("Glm5NextForConditionalGeneration", _glm5_next),
         inputs=tokens,
-        writes=_HYPER,
+        sublayers=("mixer", "mlp"),
+        odd_blocks={3: ("attn", "mlp")},
+        writes=_HYPER | {"mixer": gated("self_attn", "attn_hc")},
         carry="mix",
         streams=4,
         note="4 streams mixed by a doubly stochastic matrix",
@@ -400,7 +319,7 @@ CASES |= {
     "hy_v4": _lm(
         "HYV4Config",
         _HYPER,
-        **_base(**_MOE, **_LATENT, **_INDEX, qk_rope_head_dim=8, index_head_dim=16),
+        **base(**_MOE, **_LATENT, **_INDEX, qk_rope_head_dim=8, index_head_dim=16),
         streams=4,
         note="4 streams, each carried as it is",
     ),
@@ -416,14 +335,14 @@ CASES |= {
         build=from_class("Qwen4ExpForCausalLM", functools.partial(_qwen4_exp, ple_layer_ids=[2])),
         inputs=tokens,
         sublayers=("mixer", "mlp"),
-        odd_blocks={1: ("mlp", "mixer", "mlp"), 3: ("attn", "mlp")},
+        odd_blocks={1: ("mixer", "mixer", "mlp"), 3: ("attn", "mlp")},
         width=4 * WIDTH,
-        note="block 1 also writes an embedding of n-grams",
+        note="block 1 also writes an embedding of n-grams, convolved",
     ),
     "beam": _lm(
         "BeamConfig",
         {},
-        **_base(head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, **_GQA),
+        **base(head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, **_GQA),
         **{"n_group": 1, "topk_group": 1, "sliding_window": 4},
         carry="scale",
         note="stream and write scaled at every join",
@@ -510,6 +429,7 @@ def _tower(connection: str) -> Case:
 
 CASES |= {f"tower_{name}": _tower(name) for name in scheme_names()}
 CASES |= {name: _handmade(case) for name, case in HANDMADE.items()}
+CASES |= MORE
 
 
 def minilm_folder() -> Path | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from more_cases import MORE
 from torch import Tensor, nn
 from zoo import CASES
 
@@ -34,9 +35,9 @@ pytestmark = [
 AGREE = 1e-5
 
 LEFT_OUT = {"mamba", "bert", "albert", "modernbert", "vit", "deepseek_v4", "glm5_next", "hy_v4", "beam"}
-NAMES = [
-    n for n in CASES if n not in LEFT_OUT and not n.startswith(("hand", "tower", "torch", "whisper", "qwen4"))
-]
+OTHERS = ("hand", "tower", "torch", "whisper", "qwen4")
+NAMES = [n for n in CASES if n not in LEFT_OUT and n not in MORE and not n.startswith(OTHERS)]
+
 
 each_name = pytest.mark.parametrize("name", NAMES)
 

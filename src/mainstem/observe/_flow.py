@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from mainstem.observe._rules import FUSED_ADDS, JOINS, NORMS, SHAPE, SIZES, Status, status_of_call
-from mainstem.observe._trace import Node, Trace
+from mainstem.observe._trace import Node, Trace, carries
 
 CarryKind = Literal["identity", "scale", "norm", "mix", "none"]
 REMAINDER = -1
@@ -65,7 +65,7 @@ class Link:
         wanted = {index}
         for node in reversed(self.nodes):
             if node.index in wanted:
-                wanted |= {maker for _, t, maker in node.inputs if t.is_floating_point()}
+                wanted |= {maker for _, t, maker in node.inputs if carries(t)}
         return [node for node in self.nodes if node.index in wanted]
 
     def linear_path(self, index: int) -> list[Node]:
@@ -76,7 +76,7 @@ class Link:
         wanted = {index}
         for node in reversed(self.nodes):
             if node.index in wanted and self.status[node.index] is Status.LINEAR:
-                wanted |= {maker for _, t, maker in node.inputs if t.is_floating_point()}
+                wanted |= {maker for _, t, maker in node.inputs if carries(t)}
         return [n for n in self.nodes if n.index in wanted and self.status[n.index] is Status.LINEAR]
 
     @property
@@ -124,14 +124,14 @@ def relevant_nodes(trace: Trace, source: int, sink: int) -> list[Node]:
     """Return the nodes on float paths from node ``source`` to node ``sink``, both included, in order."""
     forward = {source}
     for node in trace.nodes[source + 1 : sink + 1]:
-        if any(maker in forward and t.is_floating_point() for _, t, maker in node.inputs) and any(
-            t.is_floating_point() for t in node.outputs
+        if any(maker in forward and carries(t) for _, t, maker in node.inputs) and any(
+            carries(t) for t in node.outputs
         ):
             forward.add(node.index)
     backward = {sink}
     for node in reversed(trace.nodes[source : sink + 1]):
         if node.index in backward:
-            backward |= {maker for _, t, maker in node.inputs if t.is_floating_point()}
+            backward |= {maker for _, t, maker in node.inputs if carries(t)}
     return [trace.nodes[i] for i in sorted(forward & backward)]
 
 
@@ -146,7 +146,7 @@ def dominators(nodes: list[Node]) -> list[Node]:
     furthest = {n.index: n.index for n in nodes}
     for node in nodes:
         for _, t, maker in node.inputs:
-            if maker in known and t.is_floating_point():
+            if maker in known and carries(t):
                 furthest[maker] = max(furthest[maker], node.index)
     found: list[Node] = []
     reach = nodes[0].index
@@ -175,7 +175,7 @@ def _classify(start: Node, end: Node, between: list[Node]) -> Link:
     status: dict[int, Status] = {start.index: Status.LINEAR}
 
     def status_of(t: Tensor, maker: int) -> Status:
-        if not t.is_floating_point():
+        if not carries(t):
             return Status.CONSTANT
         return status.get(maker, Status.CONSTANT)
 
@@ -205,7 +205,7 @@ def _leaves(node: Node, between: dict[int, Node], sign: float) -> list[Leaf]:
         return [Leaf(node, 0, _maker(node, 0), sign), Leaf(node, REMAINDER, node.index, sign)]
     found: list[Leaf] = []
     for slot, t, maker in node.inputs:
-        if not t.is_floating_point():
+        if not carries(t):
             continue
         negative = (node.name == "sub" and slot != 0) or (node.name == "rsub" and slot == 0)
         leaf = Leaf(node, slot, maker, -sign if negative else sign)

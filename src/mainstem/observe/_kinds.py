@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mainstem.observe._frames import Frame
-from mainstem.observe._rules import ATTENTION, CONTRACTION, HEAVY, SHAPE, Status
-from mainstem.observe._trace import Node
+from mainstem.observe._rules import ATTENTION, CONTRACTION, CONVOLUTION, HEAVY, SHAPE, Status
+from mainstem.observe._trace import Node, carries
 
 _MIXER_WORDS = ("mamba", "mixer", "ssm", "conv", "linear_attn", "recurrent", "time_mix", "delta")
 
@@ -19,7 +19,9 @@ def kind_of(nodes: list[Node], status: dict[int, Status], module: str, positions
         positions: number of positions of the pass.
     """
     weights: set[int] = set()
+    convolves = False
     for node in nodes:
+        convolves = convolves or (node.name in CONVOLUTION and max(node.inputs[1][1].shape[2:]) > 1)
         if node.name in ATTENTION:
             return "attn" if _depends(node, status, 1) else "cross_attn"
         makers = {maker for _, _, maker in node.inputs}
@@ -31,7 +33,7 @@ def kind_of(nodes: list[Node], status: dict[int, Status], module: str, positions
             elif node.name in CONTRACTION or node.name == "baddbmm":
                 return "attn" if _all_depend(node, status) else "cross_attn"
     name = module.lower()
-    if any(word in name for word in _MIXER_WORDS):
+    if convolves or any(word in name for word in _MIXER_WORDS):
         return "mixer"
     return "attn" if "attn" in name or "attention" in name else "mlp"
 
@@ -49,13 +51,9 @@ def module_of(nodes: list[Node], status: dict[int, Status], block: Frame | None)
 
 
 def _depends(node: Node, status: dict[int, Status], argument: int) -> bool:
-    floats = [(t, maker) for _, t, maker in node.inputs if t.is_floating_point()]
+    floats = [(t, maker) for _, t, maker in node.inputs if carries(t)]
     return argument >= len(floats) or status.get(floats[argument][1], Status.CONSTANT) is not Status.CONSTANT
 
 
 def _all_depend(node: Node, status: dict[int, Status]) -> bool:
-    return all(
-        status.get(m, Status.CONSTANT) is not Status.CONSTANT
-        for _, t, m in node.inputs
-        if t.is_floating_point()
-    )
+    return all(status.get(m, Status.CONSTANT) is not Status.CONSTANT for _, t, m in node.inputs if carries(t))

@@ -92,11 +92,8 @@ FUSED_ADDS = frozenset(["addcmul", "addmm", "baddbmm"])
 """Functions that add a product to their first argument: the write itself is never a tensor."""
 JOINS = frozenset(["add", "sub", "rsub"]) | FUSED_ADDS
 """Functions that can join a write to the stream."""
-HEAVY = (
-    CONTRACTION
-    | ATTENTION
-    | frozenset(["conv1d", "conv2d", "conv3d", "addmm", "baddbmm", "embedding", "_grouped_mm"])
-)
+CONVOLUTION = frozenset(["conv1d", "conv2d", "conv3d"])
+HEAVY = CONTRACTION | ATTENTION | CONVOLUTION | frozenset(["addmm", "baddbmm", "embedding", "_grouped_mm"])
 """Functions in which a sublayer does its work."""
 
 

@@ -185,6 +185,11 @@ class _TraceMode(TorchFunctionMode):
         self.nodes.append(Node(len(self.nodes), key, (), (), {}, [], [value], frozenset()))
 
 
+def carries(t: Tensor) -> bool:
+    """Whether a tensor can hold a state of the stream, complex numbers (rotary positions) included."""
+    return t.is_floating_point() or t.is_complex()
+
+
 def _version(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version  # pyright: ignore[reportPrivateUsage]
 

@@ -15,7 +15,7 @@ from mainstem.observe._flow import REMAINDER, Leaf, Link, dominators, links, pat
 from mainstem.observe._frames import Frame, unwrapped
 from mainstem.observe._kinds import kind_of, module_of
 from mainstem.observe._rules import Status
-from mainstem.observe._trace import Node, Trace, trace
+from mainstem.observe._trace import Node, Trace, carries, trace
 from mainstem.observe.map import BlockMap, PathCall, Site, StreamMap, Value, WriteSite
 
 PROBE_TOKENS = 11
@@ -122,7 +122,7 @@ def _sources(seen: Trace, sink: int, wanted: str | None) -> list[int]:
     floats = [
         n.index
         for name, n in inputs.items()
-        if n.output.is_floating_point() and n.output.ndim >= 3 and wanted in (None, name)
+        if n.output.is_floating_point() and n.output.ndim >= 2 and wanted in (None, name)
     ]
     return exact + floats + other
 
@@ -212,11 +212,8 @@ class _MapBuilder:
         while any(link.kind == "opaque" for link in before):  # a projection of the embedding (ALBERT, ViT)
             before = before[1:]
         streams = shape[2] if len(shape) == 4 else 1
-        if before and shape[-1] > (width := before[0].start.output.shape[-1]) and shape[-1] % width == 0:
-            copies = shape[-1] // width
-            self.notes.append(
-                f"the state begins as {copies} copies of the embedding, {width} wide, side by side"
-            )
+        if before:
+            self._note_copies(before[0].start.output.shape, shape)
         return StreamMap(
             source=Value((before[0].start if before else pieces[0].state).key),
             front=tuple(self._value(leaf) for link in before for leaf in link.constant),
@@ -230,23 +227,34 @@ class _MapBuilder:
             notes=tuple(self.notes),
         )
 
+    def _note_copies(self, embedding: torch.Size, state: torch.Size) -> None:
+        """Note streams that lie side by side in the last dimension."""
+        copies, rest = divmod(state[-1], embedding[-1])
+        if embedding[:-1] == state[:-1] and copies > 1 and not rest:
+            self.notes.append(
+                f"the state begins as {copies} copies of the embedding, {embedding[-1]} wide, side by side"
+            )
+
     def _pieces(self) -> list[_Piece]:
         """Cut the chain into sublayers: every join, and every run of opaque links inside one module of a
         block.
 
-        Where something outside a block replaces the stream, another begins (a decoder that reads an encoder);
-        the one with the most sublayers is meant.
+        Where something outside a block replaces the stream (a decoder that reads an encoder), or something
+        gives it another shape, another begins; the one with the most sublayers is meant.
         """
-        longest: list[_Piece] = []
-        pieces: list[_Piece] = []
+        streams: list[list[_Piece]] = [[]]
         run: list[Link] = []
         chain = self.chain.links
         for i, link in enumerate(chain):
-            if link.kind == "opaque" and not self._is_sublayer(link):  # one stream ends, another may begin
-                longest, pieces, run = max(longest, pieces, key=len), [], []
+            pieces = streams[-1]
+            if link.kind == "opaque" and not self._is_sublayer(link):
+                streams.append([])
+                run = []
                 continue
             if link.kind == "join":
-                pieces.append(_Piece(link.start, [link]))
+                if run:  # what replaced the stream has another shape, such as a merging of patches
+                    streams.append([])
+                streams[-1].append(_Piece(link.start, [link]))
                 run = []
                 continue
             if link.kind == "opaque":
@@ -265,7 +273,12 @@ class _MapBuilder:
                 state = pieces[-1].links[-1].end if pieces else self._front_end(run[0])
                 pieces.append(_Piece(state, run))
                 run = []
-        return max(longest, pieces, key=len)
+        longest = max(streams, key=len)
+        if others := sum(len(stream) for stream in streams) - len(longest):
+            self.notes.append(
+                f"{others} sublayers belong to other streams, before or after this one, and are left out"
+            )
+        return longest
 
     def _spans_blocks(self, piece: _Piece) -> bool:
         """Whether one member of a module list works on what another made, with no state of the stream
@@ -325,7 +338,7 @@ class _MapBuilder:
             Value(node.key, slot, made_by=final.key)
             for node in after
             for slot, t, maker in node.inputs
-            if maker == final.index and t.is_floating_point()
+            if maker == final.index and carries(t)
         )
 
     def _site(self, index: int, piece: _Piece, following: Node) -> Site:
@@ -368,7 +381,7 @@ class _MapBuilder:
         takes = [
             Value(node.key, slot, made_by=self.seen.nodes[maker].key)
             for slot, t, maker in node.inputs
-            if t.is_floating_point() and status.get(maker) in (Status.LINEAR, Status.JOINED)
+            if carries(t) and status.get(maker) in (Status.LINEAR, Status.JOINED)
         ]
         return PathCall(node.key, tuple(takes))
 
@@ -399,15 +412,12 @@ class _MapBuilder:
     def _refuse(self, model_name: str) -> None:
         size = max((len(link.nodes) for link in self.chain.links), default=0)
         raise StreamNotFoundError(
-            f"no residual stream was found in {model_name}: of {len(self.chain.states)} tensors that "
-            "every path from "
-            f"the embedding to {self.output!r} passes, no two in a row have just one sublayer of one "
-            "block between "
-            f"them; the longest stretch without such a tensor holds {size} calls. A model whose "
-            "sublayers read the "
-            "outputs of many earlier ones (depth attention, dense connections) or that adds its input "
-            "after its last "
-            "block has no single state between its blocks, and cannot be mapped this way."
+            f"no residual stream was found in {model_name}: of {len(self.chain.states)} tensors that every "
+            f"path from the embedding to {self.output!r} passes, no two in a row have just one sublayer of "
+            f"one block between them; the longest stretch without such a tensor holds {size} calls. A model "
+            "whose sublayers read the outputs of many earlier ones (depth attention, dense connections), or "
+            "that adds its embedding again after its last block, has no single state between its blocks and "
+            "cannot be mapped. If it keeps one cache tensor for all blocks (RWKV), pass use_cache=False."
         )
 
 
