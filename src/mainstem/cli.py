@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from mainstem.errors import MainstemError, MissingExtraError
 
 if TYPE_CHECKING:
     from mainstem.audit.run import Progress
+    from mainstem.observe import StreamMap
 
 try:
     import typer
@@ -25,6 +26,7 @@ except ImportError as missing:  # the core installs without them; the command sa
 app = typer.Typer(
     name="mainstem",
     help="Audit the residual stream of deep transformers, with books that balance.",
+    epilog="Example:  mainstem audit smollm2 --text README.md --out out/smollm2",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,10 +57,15 @@ TextOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option(help="float32, float64, bfloat16, float16, or auto (the checkpoint's).")
 ]
-TrustOption = Annotated[bool, typer.Option(help="Let a hub model run Python code of its own.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; auto spreads the model.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let a hub model run Python code of its own.")
+]
 
 
-@app.command(epilog="Example:  mainstem audit smollm2 --text README.md --tokens 2048 --out out/smollm2")
+@app.command(epilog="Example:  mainstem audit smollm2 --text README.md --out out/smollm2")
 def audit(
     model: ModelArgument,
     text: TextOption,
@@ -75,17 +82,15 @@ def audit(
         str, typer.Option(help="What every window begins with: none, bos, eos, or a token's own text.")
     ] = "none",
     dtype: DtypeOption = "float32",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; auto spreads the model.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    device: DeviceOption = None,
+    revision: RevisionOption = None,
     lens: Annotated[bool, typer.Option(help="Read every block out with the model's own head.")] = True,
     trust_remote_code: TrustOption = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Audit MODEL on a text: do the books balance, how does the stream grow, what does each block write."""
     from mainstem.audit import AuditConfig, run_audit
-    from mainstem.report import print_result, to_json, write_files
+    from mainstem.report import check_folder, plain_console, print_result, to_json, write_files
 
     config = AuditConfig(
         model=model,
@@ -100,32 +105,74 @@ def audit(
         lens=lens,
         trust_remote_code=trust_remote_code,
     )
-    folder = out or (None if as_json else Path(f"audit-{Path(model).name}"))
-    with _progress() as tell:
+    folder = out or (None if as_json else Path(f"audit-{Path(model).expanduser().resolve().name}"))
+    if folder is not None:
+        check_folder(folder)
+    with _stdout_kept_clean(), _progress() as tell:
         result = run_audit(config, tell)
     files = write_files(result, folder) if folder is not None else []
     if as_json:
         print(to_json(result), end="")
         return
-    print_result(result, Console())
+    print_result(result, plain_console())
     for path in files:
         print(f"wrote {path}")
 
 
 @app.command(epilog="Example:  mainstem inspect smollm2")
 def inspect(
-    model: ModelArgument, dtype: DtypeOption = "float32", trust_remote_code: TrustOption = False
+    model: ModelArgument,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
+    revision: RevisionOption = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show where MODEL's residual stream is: its blocks, what each writes, and how the stream is carried."""
-    import torch
+    import json
 
-    from mainstem.observe import find_stream
-    from mainstem.sources import load_model
+    from mainstem.audit import map_of
 
-    loaded = load_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    ids = torch.arange(2 * 11).reshape(2, 11) % loaded.model.config.vocab_size
-    inputs: dict[str, Any] = {"input_ids": ids}
-    print(find_stream(loaded.model, inputs).describe())
+    with _stdout_kept_clean():
+        stream_map = map_of(
+            model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+        )
+    print(json.dumps(map_as_dict(stream_map), indent=1) if as_json else stream_map.describe())
+
+
+def map_as_dict(stream_map: StreamMap) -> dict[str, Any]:
+    """Return a map as plain values: sizes, blocks with their sublayers, and the names of the points."""
+    return {
+        "schema": "mainstem.map/1",
+        "num_streams": stream_map.num_streams,
+        "width": stream_map.width,
+        "output": stream_map.output,
+        "blocks": [
+            {
+                "block": block.index,
+                "module": block.module,
+                "call": block.call,
+                "sublayers": [
+                    {
+                        "carry": site.carry,
+                        "then": site.then,
+                        "writes": [{"kind": write.kind, "module": write.module} for write in site.writes],
+                    }
+                    for site in stream_map.sites[block.first_site : block.end_site]
+                ],
+            }
+            for block in stream_map.blocks
+        ],
+        "points": stream_map.names(),
+        "notes": list(stream_map.notes),
+    }
+
+
+@contextmanager
+def _stdout_kept_clean() -> Generator[None]:
+    """Send to standard error whatever a library or a model's own code prints while we work."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 @contextmanager

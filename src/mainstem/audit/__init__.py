@@ -12,7 +12,7 @@ from mainstem.audit.result import (
     Loss,
     Outlier,
 )
-from mainstem.audit.run import audit_windows, run_audit
+from mainstem.audit.run import audit_windows, map_of, run_audit
 
 __all__ = [
     "SCHEMA",
@@ -25,5 +25,6 @@ __all__ = [
     "Loss",
     "Outlier",
     "audit_windows",
+    "map_of",
     "run_audit",
 ]

@@ -45,8 +45,13 @@ class AuditConfig:
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 2:
             raise ConfigError(f"an audit of {self.tokens} token(s) was asked for; at least 2 are needed.")
-        if self.rounding_every < 1:
-            raise ConfigError(f"rounding_every is {self.rounding_every}; it must be at least 1.")
+        if self.window < 2:
+            raise ConfigError(f"a window of {self.window} token(s) was asked for; it must hold at least 2.")
+        for name in ("batch_size", "rounding_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.pad_side not in ("right", "left"):
+            raise ConfigError(f"pad_side is {self.pad_side!r}; it must be 'right' or 'left'.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as plain values."""

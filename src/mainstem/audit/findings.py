@@ -1,4 +1,4 @@
-"""One sentence a question, made from the figures."""
+"""One or two sentences a question, made from the figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from mainstem.audit.result import AuditResult, BlockFigures, Finding
+from mainstem.audit.result import AuditResult, Finding
 from mainstem.measure import growth_per_block
+
+KINDS = {"attn": "attention", "cross_attn": "cross-attention", "mlp": "feed-forward", "mixer": "mixer"}
+"""Kinds of writes that have a ratio of their own, in words."""
 
 
 def make_findings(result: AuditResult) -> AuditResult:
@@ -17,7 +20,7 @@ def make_findings(result: AuditResult) -> AuditResult:
         (2, "How does the stream grow?", _growth),
         (3, "What does each sublayer write?", _writes),
         (5, "When does the answer form?", _answer),
-        (7, "Which floors can go?", _removal),
+        (7, "Which blocks can go?", _removal),
     ]
     found = [(n, question, make(result)) for n, question, make in questions]
     findings = tuple(Finding(number=n, question=q, finding=text) for n, q, text in found if text)
@@ -26,117 +29,139 @@ def make_findings(result: AuditResult) -> AuditResult:
 
 def _books(result: AuditResult) -> str:
     books = result.books
-    worst = max(
-        (
-            (share, b.block, kind)
-            for b in result.blocks
-            for kind, s in b.absorbed_bfloat16.items()
-            for share in [s["first"]]
-        ),
-        default=None,
-        key=lambda entry: -1.0 if math.isnan(entry[0]) else entry[0],
-    )
-    rest = [
-        s["rest"] for b in result.blocks for s in b.absorbed_bfloat16.values() if not math.isnan(s["rest"])
-    ]
-    text = (
-        f"Yes: over {books.sublayers} sublayers and {books.passes} passes the largest error is "
-        f"{books.additivity:.1e} "
-        f"in additivity and {books.continuity:.1e} in continuity."
-    )
-    if rest and worst is not None and not math.isnan(worst[0]):
-        text += (
-            f" A bfloat16 stream would swallow {_percent(sum(rest) / len(rest))} of the write entries on "
-            f"average, and {_percent(worst[0])} of block {worst[1]}'s {_word(worst[2])} at first tokens."
+    checked = f"over {_count(books.sublayers, 'sublayer')} and {_count(books.passes, 'pass', 'passes')}"
+    if books.additivity == books.continuity == 0:
+        text = f"Yes, to the last bit, {checked}."
+    else:
+        text = (
+            f"Yes: {checked} the largest relative error is {books.additivity:.1e} in additivity and "
+            f"{books.continuity:.1e} in continuity."
         )
-    return text
+    if result.first_nonfinite is not None:
+        text += (
+            f" But the stream is NOT FINITE from block {result.first_nonfinite['block']} "
+            f"({result.first_nonfinite['site']}) on, and figures that it touches are null."
+        )
+    return text + _absorbed(result)
+
+
+def _absorbed(result: AuditResult) -> str:
+    shares = [
+        (share, name, b.block, kind)
+        for b in result.blocks
+        for kind, by_token in b.absorbed_bfloat16.items()
+        for name, share in by_token.items()
+        if math.isfinite(share)
+    ]
+    rest = [share for share, name, *_ in shares if name == "rest"]
+    first = [entry for entry in shares if entry[1] == "first"]
+    if not rest or not first:
+        return ""
+    most, _, block, kind = max(first)
+    return (
+        f" A bfloat16 stream would swallow {_percent(sum(rest) / len(rest))} of the write entries on "
+        f"average, and at the windows' first tokens up to {_percent(most)} (block {block}, "
+        f"{KINDS.get(kind, kind)})."
+    )
 
 
 def _growth(result: AuditResult) -> str:
-    blocks = result.blocks
-    norms = [b.resid_norm_median for b in blocks]
-    first, last = _number(norms[0]), _number(norms[-1])
-    text = f"The median norm goes from {first} after block 0 to {last} after block {len(blocks) - 1}"
+    norms = [b.resid_norm_median for b in result.blocks]
+    text = f"The median norm is {_number(norms[0])} after block 0"
     if len(norms) > 1:
-        text += f", x{growth_per_block(norms):.3f} a block"
-    massive = [o for o in result.outliers if o.massive]
-    largest = max(result.outliers, key=lambda o: abs(o.value), default=None)
-    if largest is not None:
+        text = text.replace("is", "goes from", 1) + f" to {_number(norms[-1])} after block {len(norms) - 1}"
+        growth = growth_per_block(norms) if all(math.isfinite(n) and n > 0 for n in norms) else math.nan
+        text += f", x{growth:.3f} a block" if math.isfinite(growth) else ""
+    sizes = [o for o in result.outliers if math.isfinite(o.value)]
+    if sizes:
+        largest = max(sizes, key=lambda o: abs(o.value))
         text += (
             f"; the largest activation is {_number(largest.value)} at position {largest.position}, channel "
             f"{largest.channel}, after block {largest.block}"
         )
-        bits = result.blocks[largest.block].headroom_bits["float16"]
-        fits = f"{bits:.1f} doublings below float16's limit" if bits >= 0 else "beyond float16's limit"
-        text += f" ({_number(largest.median_ratio)} medians, {fits})"
-    if massive:
-        text += f"; massive after {_ranges([o.block for o in massive])}"
-    if result.first_nonfinite is not None:
-        text += (
-            f"; NOT FINITE first at block {result.first_nonfinite['block']}, {result.first_nonfinite['site']}"
-        )
-    return text + "."
+        asides = [f"{_number(largest.median_ratio)} medians"] if math.isfinite(largest.median_ratio) else []
+        bits = result.blocks[largest.block].headroom_bits.get("float16", math.nan)
+        if math.isfinite(bits):
+            asides.append(
+                f"{bits:.1f} doublings below float16's limit" if bits >= 0 else "beyond float16's limit"
+            )
+        text += f" ({', '.join(asides)})" if asides else ""
+    massive = [o.block for o in result.outliers if o.massive]
+    return text + (f"; massive after {_ranges(massive)}." if massive else ".")
 
 
 def _writes(result: AuditResult) -> str | None:
     parts: list[str] = []
-    for kind, name in (
-        ("attn", "attention"),
-        ("mlp", "feed-forward"),
-        ("mixer", "mixer"),
-        ("cross_attn", "cross-attention"),
-    ):
-        ratios = [
-            (r, b.block)
-            for b in result.blocks
-            if (r := getattr(b, f"{kind}_write_ratio")) is not None and r == r
-        ]
-        if ratios:
-            middle = sorted(r for r, _ in ratios)[len(ratios) // 2]
-            most, block = max(ratios)
-            parts.append(f"{name} {middle:.2f} (most {most:.2f}, block {block})")
+    for kind, name in KINDS.items():
+        found = [(getattr(b, f"{kind}_write_ratio"), b.block) for b in result.blocks]
+        ratios = sorted((r, block) for r, block in found if r is not None and math.isfinite(r))
+        if not ratios:
+            continue
+        middle, (most, block) = ratios[len(ratios) // 2][0], ratios[-1]
+        parts.append(
+            f"{name} {_number(middle)}"
+            + (f" (most {_number(most)}, block {block})" if len(ratios) > 1 else "")
+        )
     if not parts:
-        return None
-    erasing = [b.block for b in result.blocks if b.write_cosine is not None and b.write_cosine < 0]
-    tail = f"; {_ranges(erasing)} write against the stream (cosine below 0)" if erasing else ""
-    return f"Median size of a write beside the stream it joins: {', '.join(parts)}{tail}."
+        carries_nothing = all(b.write_ratio is None for b in result.blocks)
+        return "Nothing is carried: each sublayer replaces the stream." if carries_nothing else None
+    cosines = [(b.write_cosine, b.block) for b in result.blocks if b.write_cosine is not None]
+    erasing = [block for cosine, block in cosines if cosine < 0]
+    verb = "writes" if len(erasing) == 1 else "write"
+    tail = f"; {_ranges(erasing)} {verb} against the stream (cosine below 0)" if erasing else ""
+    what = "Median over blocks of a write's size" if len(result.blocks) > 1 else "Size of a write"
+    return f"{what} beside the stream it joins: {', '.join(parts)}{tail}."
 
 
 def _answer(result: AuditResult) -> str | None:
-    blocks = [b for b in result.blocks if b.lens_top1 is not None and b.lens_kl is not None]
-    if not blocks:
+    if not any(b.lens_top1 is not None for b in result.blocks):
         return None
-    settled = _from_then_on(blocks, lambda b: (b.lens_top1 or 0) >= 0.5)
-    before = blocks[-2] if len(blocks) > 1 else blocks[-1]
-    return (
-        "Read out with the model's own head, the stream agrees with the final top word at half of the "
-        "positions from "
-        f"block {settled} of {len(blocks)} on; one block before the end KL(final || lens) is "
-        f"{before.lens_kl:.2f} nats "
-        f"and {_percent(before.lens_top1 or 0)} agree. After the last block it equals the model."
+    agree = [_or_nan(b.lens_top1) for b in result.blocks]
+    last = len(agree) - 1
+    if not math.isfinite(agree[last]):
+        return None
+    if last == 0:
+        return "There is one block, and what it leaves, read out with the model's own head, is the answer."
+    settled = _from_then_on(agree, lambda share: share >= 0.5)
+    where = f"from block {settled} of {last + 1} on" if settled < last else "only after the last block"
+    text = (
+        "Read out with the model's own head, the stream has the final top word at half of the positions "
+        f"or more {where}"
     )
+    kl = _or_nan(result.blocks[-2].lens_kl)
+    if math.isfinite(kl):
+        text += (
+            f"; one block before the end KL(final || lens) is {_number(kl)} nats and "
+            f"{_percent(agree[-2])} of the top words agree"
+        )
+    return text + "."
 
 
-def _removal(result: AuditResult) -> str:
-    ranked = sorted(
-        (b.block_influence, b.block) for b in result.blocks if b.block_influence == b.block_influence
-    )
+def _removal(result: AuditResult) -> str | None:
+    ranked = sorted((b.block_influence, b.block) for b in result.blocks if math.isfinite(b.block_influence))
+    if not ranked:
+        return None
+    if len(result.blocks) == 1:
+        return f"There is one block; its influence (1 - cosine) is {_number(ranked[0][0])}."
     least = ", ".join(str(block) for _, block in ranked[:3])
     text = f"Least influence (1 - cosine): block{'s' if len(ranked) > 1 else ''} {least}"
-    best = [b for b in result.angular_distance.best if b["blocks"] in (2, 4, 8)]
+    best = [
+        (int(b["blocks"]), int(b["start"]))
+        for b in result.angular_distance.best
+        if b["blocks"] in (2, 4, 8) and b["blocks"] < len(result.blocks) and math.isfinite(b["distance"])
+    ]
     if best:
-        runs = ", ".join(f"{int(b['start'])}-{int(b['start'] + b['blocks']) - 1}" for b in best)
-        text += f"; least angular distance: runs {runs}"
+        runs = ", ".join(f"{start}-{start + n - 1}" for n, start in best)
+        text += f"; least angular distance: {'runs' if len(best) > 1 else 'run'} {runs}"
     switching = _switches(result)
     if switching:
-        text += (
-            f"; {_ranges(switching)} create or erase a massive activation, so do not judge them by influence"
-        )
-    return text + ". These scores are guesses until the loss without the block is measured."
+        verb = "creates or erases" if len(switching) == 1 else "create or erase"
+        text += f"; {_ranges(switching)} {verb} a massive activation, so influence misjudges them"
+    return text + ". These scores are guesses until the loss without the blocks is measured."
 
 
 def _switches(result: AuditResult) -> list[int]:
-    """Return the blocks after which the largest activation is ten times more, or less, than before."""
+    """Return the blocks that at least double or halve a massive largest activation."""
     sizes = [b.max_abs for b in result.blocks]
     massive = {o.block for o in result.outliers if o.massive}
     return [
@@ -146,12 +171,12 @@ def _switches(result: AuditResult) -> list[int]:
     ]
 
 
-def _from_then_on(blocks: Sequence[BlockFigures], holds: Callable[[BlockFigures], bool]) -> int:
-    first = len(blocks)
-    for block in reversed(blocks):
-        if not holds(block):
+def _from_then_on(values: Sequence[float], holds: Callable[[float], bool]) -> int:
+    first = len(values)
+    for index in reversed(range(len(values))):
+        if not holds(values[index]):
             break
-        first = block.block
+        first = index
     return first
 
 
@@ -167,13 +192,17 @@ def _ranges(blocks: Sequence[int]) -> str:
     return ("block " if len(blocks) == 1 else "blocks ") + ", ".join(words)
 
 
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.1f} %"
+    return f"{100 * share:.0f}%" if share >= 0.1 or share == 0 else f"{100 * share:.1f}%"
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _word(kind: str) -> str:
-    return {"attn": "attention write", "mlp": "feed-forward write"}.get(kind, f"{kind} write")

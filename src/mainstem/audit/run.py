@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import mainstem
 from mainstem.audit._assemble import assemble
+from mainstem.audit._checks import check_device, check_vocabulary, clear_failures, window_that_fits
+from mainstem.audit._provenance import provenance_of, speaks
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import AuditResult
-from mainstem.errors import BooksError, MainstemError
-from mainstem.measure import Batch, LogitLens, LossSums, Reducer, default_reducers, next_token_loss
+from mainstem.errors import BooksError
+from mainstem.measure import (
+    Batch,
+    FirstNonFinite,
+    LogitLens,
+    LossSums,
+    Reducer,
+    default_reducers,
+    next_token_loss,
+)
 from mainstem.observe import Books, StreamMap, find_stream, record
 from mainstem.sources import LoadedModel, WindowBatch, Windows, load_model, load_text, make_windows
 
@@ -39,6 +47,7 @@ def run_audit(config: AuditConfig, progress: Progress | None = None) -> AuditRes
             not balance, in which case no figure is given.
     """
     tell = progress or _silent
+    check_device(config.device)
     tell("reading the text", 0, 1)
     text = load_text(config.text)
     tell("loading the model", 0, 1)
@@ -53,7 +62,7 @@ def run_audit(config: AuditConfig, progress: Progress | None = None) -> AuditRes
         loaded.tokenizer,
         text,
         num_tokens=config.tokens,
-        window=_window_that_fits(loaded.model, config.window),
+        window=window_that_fits(loaded.model, config.window),
         batch_size=config.batch_size,
         first_token=config.first_token,
         pad_side=config.pad_side,
@@ -61,16 +70,40 @@ def run_audit(config: AuditConfig, progress: Progress | None = None) -> AuditRes
     return audit_windows(loaded, windows, config, tell)
 
 
+def map_of(
+    name: str,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> StreamMap:
+    """Load a model and find its stream on a few made-up tokens.
+
+    Raises:
+        MainstemError: a mistake in the model or the options, or no stream was found.
+    """
+    check_device(device)
+    loaded = load_model(
+        name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, device=device
+    )
+    known = getattr(loaded.model.get_input_embeddings(), "num_embeddings", 2)
+    ids = torch.arange(2 * 7, device=loaded.model.device).reshape(2, 7) % known
+    with clear_failures(loaded.model):
+        return find_stream(loaded.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
 def audit_windows(
     loaded: LoadedModel, windows: Windows, config: AuditConfig, progress: Progress | None = None
 ) -> AuditResult:
     """Audit a model that is loaded on windows that are cut; see :func:`run_audit`."""
     tell = progress or _silent
-    job = _Job(loaded, windows, config, tell)
-    with torch.no_grad():
+    check_vocabulary(loaded.model, windows)
+    with torch.no_grad(), clear_failures(loaded.model):
+        job = _Job(loaded, windows, config, tell)
         job.run()
     return assemble(
-        provenance=_provenance(config, loaded, windows, job.stream_map),
+        provenance=provenance_of(config, loaded, windows, job.stream_map),
         stream_map=job.stream_map,
         reducers={r.name: r.result() for r in job.reducers},
         lens=job.lens.result() if job.lens is not None else None,
@@ -91,11 +124,11 @@ class _Job:
         tell("finding the stream", 0, 1)
         self.stream_map = find_stream(self.model, self._inputs(next(iter(windows))))
         self.reducers: list[Reducer] = default_reducers(rounding_every=config.rounding_every)
-        speaks = self.stream_map.output in ("logits", "prediction_logits")
-        self.lens = LogitLens() if config.lens and speaks else None
+        self.lens = LogitLens() if config.lens and speaks(self.stream_map) else None
         self.loss = LossSums()
         self.books = Books()
-        self.tolerance = TOLERANCE[next(self.model.parameters()).dtype]
+        dtypes = {p.dtype for p in self.model.parameters()} & TOLERANCE.keys()
+        self.tolerance = max(TOLERANCE[dtype] for dtype in dtypes or {torch.bfloat16})
 
     def run(self) -> None:
         """Read the text."""
@@ -124,18 +157,30 @@ class _Job:
 
     def _check(self, books: Books) -> None:
         self.books.merge(books)
-        worst = max(self.books.additivity, self.books.continuity)
-        if not worst <= self.tolerance:
-            kind = "additivity" if not self.books.additivity <= self.tolerance else "continuity"
-            site = self.books.additivity_site if kind == "additivity" else self.books.continuity_site
-            block = self.stream_map.sites[site].block if site >= 0 else -1
-            error = getattr(self.books, kind)
-            raise BooksError(
-                f"the books of this model do not balance: {kind} is off by {error:.2e} at block {block} "
-                f"(sublayer {site}), more than the {self.tolerance:.0e} allowed for its dtype. No figure "
-                "is given. NaN activations or a hook that changes the stream can cause this; "
-                "try --dtype float32."
-            )
+        worst = max(self.books.additivity, self.books.continuity, key=lambda e: math.inf if e != e else e)
+        if worst <= self.tolerance:
+            return
+        additive = worst != self.books.continuity
+        site = self.books.additivity_site if additive else self.books.continuity_site
+        raise BooksError(
+            f"The books of this model do not balance: {'additivity' if additive else 'continuity'} is off by "
+            f"{worst:.2e} {self._place(site)}, more than the {self.tolerance:.0e} allowed for its dtype. No "
+            f"figure is given. {self._likely_cause()}"
+        )
+
+    def _place(self, site: int) -> str:
+        if not 0 <= site < len(self.stream_map.sites):
+            return "after the last block"
+        return f"at block {self.stream_map.sites[site].block} (sublayer {site})"
+
+    def _likely_cause(self) -> str:
+        nonfinite = next(r for r in self.reducers if isinstance(r, FirstNonFinite)).result().first
+        if nonfinite is None:
+            return "A hook or a module that changes the stream in place can cause this."
+        return (
+            f"Its activations are not finite from block {nonfinite.block} ({nonfinite.site}), token "
+            f"{nonfinite.position} of window {nonfinite.sequence} on; a wider --dtype may help."
+        )
 
     def _inputs(self, window: WindowBatch) -> dict[str, Any]:
         inputs: dict[str, Any] = window.to(self.model.device).inputs_for(self.model)
@@ -144,60 +189,9 @@ class _Job:
         return inputs
 
 
-def _window_that_fits(model: Any, window: int) -> int:
-    """Refuse a window longer than the model's positions.
-
-    Raises:
-        MainstemError: it is longer.
-    """
-    limit = getattr(model.config, "max_position_embeddings", None) or getattr(
-        model.config, "n_positions", None
-    )
-    if isinstance(limit, int) and window > limit:
-        raise MainstemError(
-            f"a window of {window} tokens is longer than the model's {limit} positions; use --window {limit}."
-        )
-    return window
-
-
 def _decoder(tokenizer: Any) -> Callable[[int], str]:
     return lambda token: str(tokenizer.decode([token]))
 
 
 def _silent(what: str, done: int, total: int) -> None:
     return None
-
-
-def _provenance(
-    config: AuditConfig, loaded: LoadedModel, windows: Windows, stream_map: StreamMap
-) -> dict[str, Any]:
-    return {
-        "mainstem": mainstem.__version__,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "options": config.to_dict(),
-        "model": loaded.provenance,
-        "text": windows.provenance,
-        "stream": {
-            "num_blocks": len(stream_map.blocks),
-            "num_sublayers": len(stream_map.sites),
-            "num_streams": stream_map.num_streams,
-            "width": stream_map.width,
-            "output": stream_map.output,
-            "carry": sorted({s.carry for s in stream_map.sites}),
-            "then": sorted({s.then for s in stream_map.sites}),
-            "points": stream_map.names(),
-            "notes": list(stream_map.notes),
-        },
-        "exclusions": {
-            "padding": "left out everywhere, by mask",
-            "first": "the first token of each window is left out of block figures and given apart; "
-            "the lens, the largest activation and the loss include it",
-        },
-        "seed": None,
-        "machine": {
-            "python": platform.python_version(),
-            "system": platform.system(),
-            "processor": platform.machine(),
-            "threads": torch.get_num_threads(),
-        },
-    }

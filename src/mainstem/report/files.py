@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -11,6 +12,26 @@ from pathlib import Path
 
 from mainstem.audit import AuditResult
 from mainstem.errors import MainstemError
+
+FILES = ("audit.json", "audit.csv")
+
+
+def check_folder(folder: Path) -> None:
+    """Make sure, before the work, that `write_files` will have a place; nothing is made.
+
+    Raises:
+        MainstemError: a file is in the way, or the place cannot be written.
+    """
+    for name in FILES:
+        if (folder / name).is_dir():
+            raise MainstemError(f"{folder / name} is a folder where a file would go; choose another --out.")
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise MainstemError(f"{place} is a file, so no results can be put in {folder}; choose another --out.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise MainstemError(f"The folder {place} cannot be written; choose another one with --out.")
 
 
 def write_files(result: AuditResult, folder: Path) -> list[Path]:
@@ -24,21 +45,25 @@ def write_files(result: AuditResult, folder: Path) -> list[Path]:
     Raises:
         MainstemError: the folder cannot be made or written.
     """
+    check_folder(folder)
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as work:
-            made = [Path(work) / "audit.json", Path(work) / "audit.csv"]
-            made[0].write_text(to_json(result), encoding="utf-8")
-            made[1].write_text(to_csv(result), encoding="utf-8")
+            made = [Path(work) / name for name in FILES]
+            for path, text in zip(made, (to_json(result), to_csv(result)), strict=True):
+                path.write_text(text, encoding="utf-8")
             for path in made:
                 os.replace(path, folder / path.name)
     except OSError as error:
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         raise MainstemError(
-            f"the results could not be written to {folder}: {error.strerror or error}. Nothing was left "
-            "half written; "
-            "choose another folder with --out."
+            f"The results could not be written to {folder}: {error.strerror or error}. Nothing was left half "
+            "written; choose another folder with --out."
         ) from error
-    return [folder / "audit.json", folder / "audit.csv"]
+    return [folder / name for name in FILES]
 
 
 def to_json(result: AuditResult) -> str:

@@ -1,83 +1,140 @@
-"""Results for a terminal: a table by block and a sentence a question."""
+"""Results for a terminal: a table by block and a sentence or two a question."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from mainstem.audit import AuditResult, BlockFigures
+from mainstem.audit import AuditResult, BlockFigures, Outlier
+
+PLAIN_WIDTH = 120
+"""Columns where the output is no terminal: a file or a pipe has no width to fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column: its head, its cells, and what goes first where there is no room (the lowest rank)."""
+
+    head: str
+    cell: Callable[[BlockFigures], str]
+    rank: int = 99
+
+
+def plain_console() -> Console:
+    """Return a console on standard output: the terminal's width on one, `PLAIN_WIDTH` elsewhere."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def print_result(result: AuditResult, console: Console) -> None:
     """Print the table by block, then what was found."""
     stream, model, text = (result.provenance[k] for k in ("stream", "model", "text"))
     console.print(
-        f"[bold]{model['requested']}[/bold] ({model['architecture']}, {model['num_parameters']:,} "
-        "parameters, "
-        f"{model['dtype']}): {stream['num_blocks']} blocks, width {stream['width']}"
+        f"[bold]{escape(model['requested'])}[/bold] ({model['architecture']}, {model['num_parameters']:,} "
+        f"parameters, {model['dtype']}): {_count(stream['num_blocks'], 'block')}, width {stream['width']}"
         + (f", {stream['num_streams']} streams" if stream["num_streams"] > 1 else ""),
         highlight=False,
     )
     console.print(
-        f"{text['num_tokens']:,} tokens of {text['text']['name']} in {text['num_windows']} windows; "
-        f"{text['first_token_policy']}",
+        f"{text['num_tokens']:,} tokens of {escape(text['text']['name'])} in "
+        f"{_count(text['num_windows'], 'window')}; {escape(text['first_token_policy'])}",
         highlight=False,
         style="dim",
     )
-    console.print(_table(result))
+    table, left_out = _table(result, console.width)
+    console.print(table)
+    asides = ["means leave out the first token of each window, which is in first, max and the lens"]
+    if any(o.massive for o in result.outliers):
+        asides.append("* massive: over 100 and 1,000 medians")
+    if left_out:
+        asides.append(f"left out for lack of room: {', '.join(left_out)}")
+    console.print("; ".join(asides), highlight=False, style="dim")
     if result.loss is not None:
         console.print(
             f"loss {result.loss.nll:.4f} nats a token (perplexity {result.loss.perplexity:.2f}) over "
             f"{result.loss.tokens:,} tokens",
             highlight=False,
         )
+    for note in result.provenance["notes"]:
+        console.print(escape(note), highlight=False, style="dim")
     for finding in result.findings:
-        console.print(f"[bold]{finding.number} {finding.question}[/bold] {finding.finding}", highlight=False)
-
-
-def _table(result: AuditResult) -> Table:
-    kinds = [
-        (f"{kind}_write_ratio", head)
-        for kind, head in (
-            ("attn", "attn/h"),
-            ("cross_attn", "cross/h"),
-            ("mlp", "mlp/h"),
-            ("mixer", "mixer/h"),
+        console.print(
+            f"[bold]{finding.number} {finding.question}[/bold] {escape(finding.finding)}", highlight=False
         )
+
+
+def _columns(result: AuditResult) -> list[_Column]:
+    outliers = {o.block: o for o in result.outliers}
+    kinds = [
+        _Column(head, lambda b, name=f"{kind}_write_ratio": _fixed(getattr(b, name)))
+        for kind, head in (("attn", "attn"), ("cross_attn", "cross"), ("mlp", "mlp"), ("mixer", "mixer"))
         if any(getattr(b, f"{kind}_write_ratio") is not None for b in result.blocks)
     ]
+    carries = any(b.write_cosine is not None for b in result.blocks)
     has_lens = any(b.lens_kl is not None for b in result.blocks)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    heads = ["block", "norm", "first", *(head for _, head in kinds), "cos", "infl.", "angle", "largest", "at"]
-    for head in [*heads, *(["lens KL", "top-1"] if has_lens else [])]:
-        table.add_column(head, justify="right", no_wrap=True)
-    largest = {o.block: o for o in result.outliers}
-    for block in result.blocks:
-        outlier = largest.get(block.block)
-        table.add_row(
-            str(block.block),
-            _short(block.resid_norm_median),
-            _short(block.resid_norm_first),
-            *(_fixed(getattr(block, name)) for name, _ in kinds),
-            _fixed(block.write_cosine),
-            _fixed(block.block_influence, 4),
-            _fixed(block.angular_distance_next, 4),
-            _short(block.max_abs) + ("*" if outlier is not None and outlier.massive else " "),
-            f"{outlier.position}:{outlier.channel}" if outlier is not None else "-",
-            *_lens(block, has_lens),
-        )
-    return table
+    return [
+        _Column("block", lambda b: str(b.block)),
+        _Column("norm", lambda b: _short(b.resid_norm_median)),
+        _Column("first", lambda b: _short(b.resid_norm_first), rank=0),
+        *kinds,
+        *([_Column("cos", lambda b: _fixed(b.write_cosine), rank=4)] if carries else []),
+        _Column("infl.", lambda b: _fixed(b.block_influence, 4)),
+        _Column("angle", lambda b: _fixed(b.angular_distance_next, 4), rank=1),
+        _Column("max", lambda b: _largest(b, outliers.get(b.block)), rank=3),
+        _Column("at", lambda b: _place(outliers.get(b.block)), rank=2),
+        *([_Column("KL", lambda b: _fixed(b.lens_kl, 2), rank=6)] if has_lens else []),
+        *([_Column("top-1", lambda b: _fixed(b.lens_top1), rank=5)] if has_lens else []),
+    ]
 
 
-def _lens(block: BlockFigures, has_lens: bool) -> list[str]:
-    return [_fixed(block.lens_kl, 2), _fixed(block.lens_top1)] if has_lens else []
+def _table(result: AuditResult, width: int) -> tuple[Table, list[str]]:
+    """Return the table, and the heads of the columns that it has no room for."""
+    columns = [(c, [c.cell(block) for block in result.blocks]) for c in _columns(result)]
+    widths = {c.head: max(map(len, [c.head, *cells])) for c, cells in columns}
+
+    def room() -> int:
+        return sum(widths[c.head] for c, _ in columns) + len(columns) - 1
+
+    left_out: list[str] = []
+    while room() > width and (spare := min(columns, key=lambda entry: entry[0].rank))[0].rank < 99:
+        columns.remove(spare)
+        left_out.append(spare[0].head)
+    gap = 2 if room() + len(columns) - 1 <= width else 1
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    for column, _ in columns:
+        table.add_column(column.head, justify="right", no_wrap=True, min_width=widths[column.head])
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
+    return table, left_out
+
+
+def _largest(block: BlockFigures, outlier: Outlier | None) -> str:
+    return _short(block.max_abs) + ("*" if outlier is not None and outlier.massive else "")
+
+
+def _place(outlier: Outlier | None) -> str:
+    return "-" if outlier is None else f"{outlier.position}:{outlier.channel}"
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number} {one}" if number == 1 else f"{number} {one}s"
 
 
 def _fixed(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None or value != value else f"{value:.{digits}f}"
+    if value is None or value != value:
+        return "-"
+    text = f"{value:.{digits}f}"
+    return text if len(text) <= digits + 4 else f"{value:.3g}"
 
 
 def _short(value: float) -> str:
+    """Return at most four figures: ``25,805``, ``123.4``, ``0.0053``; ``-`` where there is none."""
     if value != value:
-        return "nan"
+        return "-"
+    if abs(value) >= 1e6:
+        return f"{value:.2e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
