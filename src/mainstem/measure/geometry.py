@@ -82,9 +82,9 @@ def _total(rows: list[Tensor]) -> Tensor:
 
 
 def token_largest(x: Tensor) -> Tensor:
-    """Return ``max_i |x_ti|`` over all axes but the first two, ``[batch * pos]``, in x's dtype; nan if there
-    # is one."""  # abs().amax(-1) 44 us, abs().max(-1) 218 us (it also returns indices), aminmax(dim=-1) 633
-    # us, inf-norm 822 us.
+    """Return ``max_i |x_ti|`` over all axes but the first two, ``[batch * pos]``, in the dtype of x."""
+    # abs().amax(-1) 44 us, abs().max(-1) 218 us (it also returns indices), aminmax(dim=-1) 633 us, inf-norm
+    # 822 us.
     return _by_rows(lambda rows: rows[0].abs().amax(-1), [flat_streams(x)])
 
 
