@@ -270,8 +270,7 @@ class _MapBuilder:
                 and self.child(after.end) == self.child(link.end)
             )
             if not goes_on and self._has_stream_shape(link.end, pieces):
-                state = pieces[-1].links[-1].end if pieces else self._front_end(run[0])
-                pieces.append(_Piece(state, run))
+                pieces.append(_Piece(self._state_before(run, pieces), run))
                 run = []
         longest = max(streams, key=len)
         if others := sum(len(stream) for stream in streams) - len(longest):
@@ -317,6 +316,17 @@ class _MapBuilder:
                 break
             before = state
         return before
+
+    def _state_before(self, run: list[Link], pieces: list[_Piece]) -> Node:
+        """Return the state that a sublayer without residual starts from.
+
+        A norm before it belongs to what it reads, unless it lies in the block before.
+        """
+        if not pieces:
+            return self._front_end(run[0])
+        end = pieces[-1].links[-1].end
+        same_block = self.block_frame(end) == self.block_frame(run[-1].end)
+        return end if same_block else self._last_state(pieces[-1])
 
     def _front_end(self, link: Link) -> Node:
         return self._stream_start() if self.container is not None else link.start
