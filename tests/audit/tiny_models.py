@@ -85,5 +85,5 @@ def minilm_folder() -> Path | None:
 
 def config(folder: Path | str, **changes: Any) -> AuditConfig:
     """An audit of 90 tokens in windows of 16, so that the last window is padded."""
-    settings: dict[str, Any] = {"tokens": 90, "window": 16, "batch_size": 4, "rounding_every": 1}
-    return AuditConfig(model=str(folder), text=str(GPL), **{**settings, **changes})
+    settings: dict[str, Any] = {"text": str(GPL), "tokens": 90, "window": 16, "batch_size": 4}
+    return AuditConfig(model=str(folder), **{**settings, "rounding_every": 1, **changes})

@@ -14,7 +14,7 @@ from mainstem.audit._checks import check_device, check_vocabulary, clear_failure
 from mainstem.audit._provenance import provenance_of, speaks
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import AuditResult
-from mainstem.errors import BooksError
+from mainstem.errors import BooksError, StreamNotFoundError
 from mainstem.measure import (
     Batch,
     FirstNonFinite,
@@ -122,7 +122,8 @@ class _Job:
         self.model = loaded.model
         self.predicts_next = loaded.provenance.get("kind") == "causal"
         tell("finding the stream", 0, 1)
-        self.stream_map = find_stream(self.model, self._inputs(next(iter(windows))))
+        self._maps: dict[tuple[Any, ...], StreamMap] = {}
+        self.stream_map = self._map_for(next(iter(windows)))
         self.reducers: list[Reducer] = default_reducers(rounding_every=config.rounding_every)
         self.lens = LogitLens() if config.lens and speaks(self.stream_map) else None
         self.loss = LossSums()
@@ -139,11 +140,11 @@ class _Job:
         self.tell("reading the stream", total, total)
 
     def _batch(self, window: WindowBatch) -> None:
-        inputs = self._inputs(window)
+        inputs, stream_map = self._inputs(window), self._map_for(window)
         mask = window.attention_mask.bool()
         batch = Batch(mask=mask, token_ids=window.input_ids, first_sequence=window.first_sequence)
         seen = record(
-            self.model, inputs, self.stream_map, self.reducers, batch=batch, keep_tail=self.lens is not None
+            self.model, inputs, stream_map, self.reducers, batch=batch, keep_tail=self.lens is not None
         )
         self._check(seen.books)
         logits = seen.output.get(self.stream_map.output)
@@ -152,8 +153,26 @@ class _Job:
         if self.lens is not None and seen.tail is not None and isinstance(logits, Tensor):
             self.lens.begin_pass(logits, seen.tail)
             del seen
-            again = record(self.model, inputs, self.stream_map, [self.lens], batch=batch)
+            again = record(self.model, inputs, stream_map, [self.lens], batch=batch)
             self._check(again.books)
+
+    def _map_for(self, window: WindowBatch) -> StreamMap:
+        """Return the map for inputs like these: with padding or positions a model may take another path.
+
+        Raises:
+            StreamNotFoundError: the stream is not the one that the other windows have.
+        """
+        inputs = self._inputs(window)
+        kind = (*sorted(inputs), bool(window.attention_mask.all()))
+        if kind not in self._maps:
+            found = find_stream(self.model, inputs)
+            if any(found.blocks != known.blocks for known in self._maps.values()):
+                raise StreamNotFoundError(
+                    f"{type(self.model).__name__} has {len(found.sites)} sublayers for some windows and "
+                    f"{len(self.stream_map.sites)} for others. Choose --tokens so that no window is padded."
+                )
+            self._maps[kind] = found
+        return self._maps[kind]
 
     def _check(self, books: Books) -> None:
         self.books.merge(books)
