@@ -1,0 +1,63 @@
+"""The benchmarks measure what they say, and memory does not grow with depth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks._harness import Timing, emit, interleave, summarize
+from benchmarks.recording import measure_memory_here, peak_bytes
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    timings = interleave({name: lambda n=name: order.append(n) for name in "abc"}, "a", 3)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # untimed once, then another begins each round
+    assert set(timings) == set("abc")
+    assert all(len(t.seconds) == 3 for t in timings.values())
+    assert timings["a"].ratios == (1.0, 1.0, 1.0)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    timings = {
+        "slow": Timing((2.0, 4.0, 6.0), (1.0, 2.0, 3.0)),
+        "base": Timing((2.0, 2.0, 2.0), (1.0, 1.0, 1.0)),
+    }
+    found = summarize(timings, "base")["slow"]
+    assert found["ratio"] == 2.0
+    assert found["median_s"] == 4.0
+    assert found["ratio_of_minima"] == 1.0
+
+
+def test_a_result_names_versions_and_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results" / "all.jsonl"
+    for value in (1, 2):
+        emit({"value": value}, out)
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [line["value"] for line in lines] == [1, 2]
+    assert lines[0]["versions"]["torch"] == torch.__version__
+    assert capsys.readouterr().out == out.read_text(encoding="utf-8")
+    assert str(tmp_path) not in out.read_text(encoding="utf-8")
+
+
+def test_peak_counts_what_is_held_at_once() -> None:
+    mebibyte = 2**18  # entries of fp32
+
+    def two_at_once() -> None:
+        a = torch.zeros(mebibyte)
+        b = torch.zeros(mebibyte)
+        del a
+        c = torch.zeros(mebibyte)
+        del b, c
+
+    # The allocator aligns to 64 bytes; a third tensor at once would be half as much again.
+    assert 2 * 2**20 <= peak_bytes(two_at_once) < 2.1 * 2**20
+
+
+def test_memory_of_recording_does_not_grow_with_depth() -> None:
+    shallow, deep = measure_memory_here(3, 2, 64), measure_memory_here(24, 2, 64)
+    assert shallow["recorded"] > shallow["bare"] > 0
+    # Results grow by some hundred bytes a block; the states themselves would add 21 of the state's size.
+    assert deep["recorded"] - shallow["recorded"] < 2 * shallow["state"]
