@@ -320,7 +320,7 @@ def test_bf16(name: str) -> None:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    name=st.sampled_from(["llama", "falcon", "opt", "hand_post_norm", "hand_no_residual", "mamba"]),
+    name=st.sampled_from(["llama", "falcon", "opt", "mixtral", "deepseek_v4", "hand_no_residual", "mamba"]),
     batch=st.integers(1, 3),
     positions=st.integers(2, 15),
     seed=st.integers(0, 2**16),
@@ -334,7 +334,7 @@ def test_any_shape_after_one_trace(name: str, batch: int, positions: int, seed: 
         assert torch.equal(tensors(recording.output)[0], tensors(seen.model(input_ids=ids))[0])
     assert recording.books.additivity <= BOOKS
     assert recording.books.continuity <= BOOKS
-    assert kept["resid_pre", 0].shape == (batch, positions, 64)
+    assert kept["resid_pre", 0].shape[:2] == (batch, positions)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,22 @@ def test_ledger_sums_to_the_final_state(name: str) -> None:
     assert len(book.labels) == num_writes + len(extra)
 
 
+def test_points_have_both_names() -> None:
+    names = see("llama").map.names()
+    assert names["hook_embed"] == "model.embed_tokens"
+    assert names["blocks.1.hook_resid_pre"] == names["blocks.1.hook_resid_mid"] == "model.layers.1"
+    assert names["blocks.1.hook_attn_out"] == "model.layers.1.self_attn"
+    assert names["blocks.1.hook_mlp_out"] == "model.layers.1.mlp"
+    assert "blocks.1.hook_resid_mid" not in see("falcon").map.names()
+    assert see("albert").map.names()["blocks.2.hook_resid_post"] == "albert.encoder.albert_layer_groups.0#2"
+    assert see("mamba").map.names()["blocks.3.hook_mixer_out"] == "backbone.layers.3.mixer"
+
+
+@pytest.mark.parametrize("name", ["llama", "albert", "falcon", "deepseek_v4", "whisper_decoder"])
+def test_every_point_kept_has_a_name(name: str) -> None:
+    assert set(see(name).kept.points) == set(see(name).map.names()) - {"hook_embed"}
+
+
 def test_streams_side_by_side_are_noted() -> None:
     assert see("qwen4_exp").map.notes == (
         "the state begins as 4 copies of the embedding, 64 wide, side by side",

@@ -151,8 +151,8 @@ class StreamMap:
             for site in sites:
                 for write in site.writes:
                     found[f"{prefix}.hook_{write.kind}_out"] = write.module
-            if len(sites) == 2:
-                found[f"{prefix}.hook_resid_mid"] = path
+            for number in range(1, len(sites)):
+                found[f"{prefix}.hook_resid_mid{number if number > 1 else ''}"] = path
             found[f"{prefix}.hook_resid_post"] = path
         return found
 
