@@ -20,8 +20,14 @@ try:
     import typer
     from rich.console import Console
 except ImportError as missing:  # the core installs without them; the command says how to get them
-    print(f"mainstem: {MissingExtraError('The command', str(missing.name), 'hf')}", file=sys.stderr)
+    print(
+        f"mainstem: {MissingExtraError('The command', str(missing.name).partition('.')[0], 'hf')}",
+        file=sys.stderr,
+    )
     raise SystemExit(1) from None
+
+INTERRUPTED = 130
+"""Status after Ctrl-C."""
 
 app = typer.Typer(
     name="mainstem",
@@ -205,9 +211,10 @@ def main() -> None:
     except MainstemError as error:
         print(f"mainstem: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("mainstem: interrupted; nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as leaving:
+        if leaving.code == INTERRUPTED:  # typer turns Ctrl-C into this, and says nothing
+            print("mainstem: interrupted; no file is half written.", file=sys.stderr)
+        raise
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

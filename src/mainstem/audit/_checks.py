@@ -21,7 +21,7 @@ def check_device(device: str | None) -> None:
     if device in (None, "auto"):
         return
     try:
-        torch.empty(1, device=device).add_(1)
+        torch.ones(1, device=device).item()  # the device `meta` has no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise MainstemError(
             f"The device {device!r} cannot be used here ({_first_line(error)}). "

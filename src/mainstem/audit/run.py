@@ -176,14 +176,14 @@ class _Job:
 
     def _check(self, books: Books) -> None:
         self.books.merge(books)
-        worst = max(self.books.additivity, self.books.continuity, key=lambda e: math.inf if e != e else e)
-        if worst <= self.tolerance:
+        errors = {"additivity": self.books.additivity, "continuity": self.books.continuity}
+        worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+        if errors[worst] <= self.tolerance:
             return
-        additive = worst != self.books.continuity
-        site = self.books.additivity_site if additive else self.books.continuity_site
+        site = self.books.additivity_site if worst == "additivity" else self.books.continuity_site
         raise BooksError(
-            f"The books of this model do not balance: {'additivity' if additive else 'continuity'} is off by "
-            f"{worst:.2e} {self._place(site)}, more than the {self.tolerance:.0e} allowed for its dtype. No "
+            f"The books of this model do not balance: {worst} is off by {errors[worst]:.2e} "
+            f"{self._place(site)}, more than the {self.tolerance:.0e} allowed for its dtype. No "
             f"figure is given. {self._likely_cause()}"
         )
 

@@ -1,0 +1,146 @@
+"""Sentences on odd results: one block, nothing carried, no lens, nothing finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import config, make
+
+from mainstem.audit import AuditResult, BlockFigures, run_audit
+from mainstem.audit.findings import make_findings
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> AuditResult:
+    return run_audit(config(make("llama", tmp_path_factory.mktemp("findings"))))
+
+
+def said(result: AuditResult) -> dict[int, str]:
+    return {finding.number: finding.finding for finding in make_findings(result).findings}
+
+
+def with_blocks(result: AuditResult, *changes: dict[str, Any]) -> AuditResult:
+    blocks = [dataclasses.replace(b, **c) for b, c in zip(result.blocks, changes, strict=True)]
+    return dataclasses.replace(result, blocks=blocks)
+
+
+def with_outliers(result: AuditResult, values: list[float], massive: list[bool]) -> AuditResult:
+    outliers = [
+        dataclasses.replace(o, value=v, massive=m)
+        for o, v, m in zip(result.outliers, values, massive, strict=True)
+    ]
+    blocks = [dataclasses.replace(b, max_abs=abs(v)) for b, v in zip(result.blocks, values, strict=True)]
+    return dataclasses.replace(result, outliers=outliers, blocks=blocks)
+
+
+def test_questions_have_the_house_words(llama: AuditResult) -> None:
+    questions = [(f.number, f.question) for f in llama.findings]
+    assert questions == [
+        (1, "Do the books balance?"),
+        (2, "How does the stream grow?"),
+        (3, "What does each sublayer write?"),
+        (5, "When does the answer form?"),
+        (7, "Which blocks can go?"),
+    ]
+    everything = " ".join(f.question + f.finding for f in llama.findings)
+    assert "floor" not in everything
+    assert "elevator" not in everything
+    assert all(f.finding.endswith(".") and "nan" not in f.finding for f in llama.findings)
+
+
+def test_books_say_how_exact_they_are(llama: AuditResult) -> None:
+    assert said(llama)[1].startswith("Yes, to the last bit, over 6 sublayers and 4 passes.")
+    books = dataclasses.replace(llama.books, additivity=2e-7, passes=1)
+    text = said(dataclasses.replace(llama, books=books))[1]
+    assert text.startswith(
+        "Yes: over 6 sublayers and 1 pass the largest relative error is 2.0e-07 in additivity"
+    )
+
+
+def test_the_most_that_bfloat16_would_swallow(llama: AuditResult) -> None:
+    shares = [
+        {"absorbed_bfloat16": {"attn": {"rest": 0.01, "first": first}, "mlp": {"rest": 0.03, "first": 0.0}}}
+        for first in (0.1, 0.74, math.nan)
+    ]
+    text = said(with_blocks(llama, *shares))[1]
+    assert "swallow 2.0% of the write entries on average" in text
+    assert "up to 74% (block 1, attention)" in text
+
+
+def test_one_block(tmp_path: Path) -> None:
+    found = said(run_audit(config(make("one_block", tmp_path))))
+    assert "goes from" not in found[2]
+    assert "a block;" not in found[2]
+    assert "most" not in found[3]
+    assert found[5].startswith("There is one block")
+    assert found[7].startswith("There is one block; its influence")
+
+
+def test_nothing_carried_and_no_lens(tmp_path: Path) -> None:
+    assert said(run_audit(config(make("no_residual", tmp_path))))[3] == (
+        "Nothing is carried: each sublayer replaces the stream."
+    )
+    assert set(said(run_audit(config(make("encoder", tmp_path))))) == {1, 2, 3, 7}
+
+
+def test_nothing_finite(llama: AuditResult) -> None:
+    names = [f.name for f in dataclasses.fields(BlockFigures)]
+    floats = {n: math.nan for n in names if isinstance(getattr(llama.blocks[0], n), float)}
+    nested = {"headroom_bits": dict.fromkeys(llama.blocks[0].headroom_bits, math.nan)}
+    nested["absorbed_bfloat16"] = {"attn": {"rest": math.nan, "first": math.nan}}
+    result = with_blocks(llama, *[{**floats, **nested}] * 3)
+    outliers = [dataclasses.replace(o, value=math.nan, median_ratio=math.nan) for o in llama.outliers]
+    best = [{**b, "distance": math.nan} for b in llama.angular_distance.best]
+    result = dataclasses.replace(
+        result,
+        outliers=outliers,
+        angular_distance=dataclasses.replace(llama.angular_distance, best=best),
+        first_nonfinite={"block": 1, "site": "attn[0]", "sequence": 0, "position": 3, "token_id": 5},
+    )
+    found = said(result)
+    assert "NOT FINITE from block 1 (attn[0]) on" in found[1]
+    assert "swallow" not in found[1]
+    assert set(found) == {1, 2}
+    assert found[2] == "The median norm goes from nan after block 0 to nan after block 2."
+
+
+def test_massive_activations_and_the_blocks_that_make_them(llama: AuditResult) -> None:
+    text = said(with_outliers(llama, [5.0, -9000.0, 8000.0], [False, True, True]))
+    assert "the largest activation is -9,000" in text[2]
+    assert "massive after blocks 1-2." in text[2]
+    assert "block 1 creates or erases a massive activation" in text[7]
+    text = said(with_outliers(llama, [9000.0, 5.0, 9000.0], [True, False, True]))
+    assert "massive after blocks 0, 2." in text[2]
+    assert "blocks 1-2 create or erase" in text[7]
+    assert "massive" not in said(with_outliers(llama, [90.0, 5.0, 90.0], [False] * 3))[7]
+
+
+@pytest.mark.parametrize(
+    ("top1", "where"),
+    [
+        ((0.6, 0.7, 1.0), "from block 0 of 3 on"),
+        ((0.6, 0.4, 1.0), "only after the last block"),
+        ((0.1, 0.5, 1.0), "from block 1 of 3 on"),
+    ],
+)
+def test_when_the_answer_forms(llama: AuditResult, top1: tuple[float, ...], where: str) -> None:
+    text = said(with_blocks(llama, *({"lens_top1": share, "lens_kl": 1.25} for share in top1)))[5]
+    assert where in text
+    assert "1.25 nats" in text
+    assert f"{100 * top1[1]:.0f}% of the top words agree" in text
+
+
+def test_who_writes_against_the_stream(llama: AuditResult) -> None:
+    text = said(with_blocks(llama, *({"write_cosine": c} for c in (0.1, -0.1, 0.0))))[3]
+    assert text.endswith("; block 1 writes against the stream (cosine below 0).")
+    text = said(with_blocks(llama, *({"write_cosine": c} for c in (-0.1, 0.1, -0.2))))[3]
+    assert text.endswith("; blocks 0, 2 write against the stream (cosine below 0).")
+
+
+def test_the_blocks_of_least_influence_come_first(llama: AuditResult) -> None:
+    text = said(with_blocks(llama, *({"block_influence": c} for c in (0.3, 0.1, 0.2))))[7]
+    assert text.startswith("Least influence (1 - cosine): blocks 1, 2, 0;")
