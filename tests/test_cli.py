@@ -350,3 +350,11 @@ def test_a_reader_that_goes_away(folder: Path, tmp_path: Path) -> None:
     assert ran.wait(timeout=60) == 1
     assert "Traceback" not in err
     assert "Exception ignored" not in err
+
+
+def test_standard_output_on_a_full_disk(folder: Path, tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = process("inspect", folder, cwd=tmp_path, stdout=full)
+        _, err = ran.communicate(timeout=60)
+    assert ran.returncode == 1
+    assert err == "mainstem: Standard output cannot be written (No space left on device).\n"

@@ -117,12 +117,13 @@ def audit(
     with _stdout_kept_clean(), _progress() as tell:
         result = run_audit(config, tell)
     files = write_files(result, folder) if folder is not None else []
-    if as_json:
-        print(to_json(result), end="")
-        return
-    print_result(result, plain_console())
-    for path in files:
-        print(f"wrote {path}")
+    with _output():
+        if as_json:
+            print(to_json(result), end="")
+            return
+        print_result(result, plain_console())
+        for path in files:
+            print(f"wrote {path}")
 
 
 @app.command(epilog="Example:  mainstem inspect smollm2")
@@ -143,7 +144,8 @@ def inspect(
         stream_map = map_of(
             model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
-    print(json.dumps(map_as_dict(stream_map), indent=1) if as_json else stream_map.describe())
+    with _output():
+        print(json.dumps(map_as_dict(stream_map), indent=1) if as_json else stream_map.describe())
 
 
 def map_as_dict(stream_map: StreamMap) -> dict[str, Any]:
@@ -182,6 +184,28 @@ def _stdout_kept_clean() -> Generator[None]:
 
 
 @contextmanager
+def _output() -> Generator[None]:
+    """Print to the end, or say why that was not possible.
+
+    Raises:
+        MainstemError: standard output cannot be written.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_stdout()
+        raise MainstemError(f"Standard output cannot be written ({error.strerror or error}).") from error
+
+
+def _drop_stdout() -> None:
+    """Let nothing that waits in standard output's buffer fail again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
 def _progress() -> Generator[Progress]:
     """A bar on a terminal, a line a step elsewhere; always on standard error."""
     if sys.stderr.isatty():
@@ -216,7 +240,7 @@ def main() -> None:
             print("mainstem: interrupted; no file is half written.", file=sys.stderr)
         raise
     except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         raise SystemExit(1) from None
 
 
