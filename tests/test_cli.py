@@ -352,9 +352,9 @@ def test_a_reader_that_goes_away(folder: Path, tmp_path: Path) -> None:
     assert "Exception ignored" not in err
 
 
-def test_standard_output_on_a_full_disk(folder: Path, tmp_path: Path) -> None:
+def test_standard_output_on_a_full_disk(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("w") as full:
-        ran = process("inspect", folder, cwd=tmp_path, stdout=full)
-        _, err = ran.communicate(timeout=60)
-    assert ran.returncode == 1
-    assert err == "mainstem: Standard output cannot be written (No space left on device).\n"
+        monkeypatch.setattr(sys, "stdout", full)
+        ran = run("inspect", folder)
+    assert ran.code == 1
+    assert ran.err == "mainstem: Standard output cannot be written (No space left on device).\n"
