@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mainstem.audit import AuditConfig, AuditResult, run_audit
+from mainstem.sources import load_model
 
 pytestmark = pytest.mark.slow
 
@@ -182,3 +183,20 @@ def test_what_a_bfloat16_stream_would_swallow_at_position_0(result: AuditResult)
     assert 100 * shares["mlp"][16] == pytest.approx(74.2, abs=0.5)
     rest = [b.absorbed_bfloat16[kind]["rest"] for b in result.blocks for kind in ("attn", "mlp")]
     assert max(rest) < 0.03
+
+
+def test_the_capital_of_france() -> None:
+    loaded = load_model("smollm2")
+    ids = loaded.tokenizer(
+        "The capital of France is", return_tensors="pt", add_special_tokens=False
+    ).input_ids
+    with torch.no_grad():
+        top = loaded.model(input_ids=ids).logits[0, -1].double().softmax(-1).topk(5)
+    assert [loaded.tokenizer.decode([i]) for i in top.indices.tolist()] == [
+        " Paris",
+        " the",
+        " London",
+        " Le",
+        " New",
+    ]
+    assert top.values.tolist() == pytest.approx([0.7725, 0.0645, 0.0125, 0.0099, 0.0093], abs=1e-4)
