@@ -68,7 +68,9 @@ def test_the_most_that_bfloat16_would_swallow(llama: AuditResult) -> None:
     ]
     text = said(with_blocks(llama, *shares))[1]
     assert "swallow 2.0% of the write entries on average" in text
-    assert "up to 74% (block 1, attention)" in text
+    assert "and up to 74% of a write at the windows' first tokens (block 1, attention)" in text
+    none = {"absorbed_bfloat16": {"attn": {"rest": math.nan, "first": 0.5}}}
+    assert "would swallow up to 50% of a write" in said(with_blocks(llama, none, none, none))[1]
 
 
 def test_one_block(tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ def _absorbed(result: AuditResult) -> str:
     ]
     rest = [share for share, name, *_ in shares if name == "rest"]
     first = [entry for entry in shares if entry[1] == "first"]
-    if not rest or not first:
+    if not first:
         return ""
     most, _, block, kind = max(first)
+    average = f"{_percent(sum(rest) / len(rest))} of the write entries on average, and " if rest else ""
     return (
-        f" A bfloat16 stream would swallow {_percent(sum(rest) / len(rest))} of the write entries on "
-        f"average, and at the windows' first tokens up to {_percent(most)} (block {block}, "
-        f"{KINDS.get(kind, kind)})."
+        f" A bfloat16 stream would swallow {average}up to {_percent(most)} of a write at the windows' first "
+        f"tokens (block {block}, {KINDS.get(kind, kind)})."
     )
 
 
