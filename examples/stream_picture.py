@@ -68,8 +68,8 @@ def picture(audit: dict[str, Any]) -> str:
     ]
     body = "\n".join(parts)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="The residual stream of {model["requested"]} as a river with tributaries">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="The residual stream of {model["requested"]} as a river with tributaries">\n'
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#FFFFFF"/>\n{body}\n</svg>\n'
     )
 

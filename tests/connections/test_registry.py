@@ -30,7 +30,7 @@ def test_a_scheme_is_made_by_its_name(name: str) -> None:
         (lambda: make_scheme("hyper"), r"no connection is called 'hyper'; choose one of: deep_norm, "),
         (
             lambda: make_scheme("pre_norm", streams=4),
-            r"'pre_norm' has no option streams; its options are: none",
+            r"'pre_norm' has no option streams; its options are: exact_start",
         ),
         (
             lambda: PreNorm().build(width=0, num_sublayers=2),

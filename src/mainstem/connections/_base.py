@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
@@ -154,10 +154,37 @@ class Trunk(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme(abc.ABC):
-    """Builds the connections of a whole stack. A scheme is data: options in fields, no tensors."""
+    """Builds the connections of a whole stack. A scheme is data: options in fields, no tensors.
+
+    Attributes:
+        name: what :func:`make_scheme` and a config call it.
+        family: the shelf it stands on: ``"norm placement"``, ``"branch scaling"``, ``"gates"``,
+            ``"depth reads"``, ``"wider streams"``, ``"geometry"`` or ``"none"``.
+        year, paper, formula: for the table of schemes; ``paper`` is an arXiv id or a short reference,
+            ``formula`` one line of plain text.
+        properties: what it promises at its published defaults.
+        exact_start: start as a stack that computes what plain Pre-LN computes, instead of the published way.
+        no_exact_start: why that is impossible, or None where it is possible.
+        refuses: feature (``"kv_cache"``, ``"activation_checkpointing"``, ``"compile"``, ``"parallel_block"``,
+            ``"fsdp"``) -> why the scheme cannot be combined with it.
+    """
 
     name: ClassVar[str]
+    family: ClassVar[str]
+    year: ClassVar[int]
+    paper: ClassVar[str]
+    formula: ClassVar[str]
     properties: ClassVar[Properties]
+    no_exact_start: ClassVar[str | None] = None
+    refuses: ClassVar[Mapping[str, str]] = {}
+
+    exact_start: bool = False
+
+    def __post_init__(self) -> None:
+        if self.exact_start and self.no_exact_start is not None:
+            raise ConfigError(
+                f"{self.name} cannot start as plain Pre-LN: {self.no_exact_start} Leave out exact_start=True."
+            )
 
     @abc.abstractmethod
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:
@@ -189,6 +216,10 @@ class Scheme(abc.ABC):
             self.build_connection(index=i, width=width, num_sublayers=num_sublayers, norm=norm)
             for i in range(num_sublayers)
         ]
+        return self.build_trunk(connections, width=width, norm=norm)
+
+    def build_trunk(self, connections: Sequence[Connection], *, width: int, norm: NormConfig) -> Trunk:
+        """Put the connections, the way in, the way out and the final norm together."""
         return Trunk(connections, self.build_final_norm(width=width, norm=norm))
 
     def branch_init_scale(self, num_sublayers: int) -> float:

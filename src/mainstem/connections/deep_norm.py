@@ -59,6 +59,11 @@ class DeepNorm(Scheme):
     """DeepNorm for a decoder-only or encoder-only stack (``"deep_norm"``)."""
 
     name: ClassVar[str] = "deep_norm"
+    family: ClassVar[str] = "norm placement"
+    year: ClassVar[int] = 2022
+    paper: ClassVar[str] = "2203.00555"
+    formula: ClassVar[str] = "x' = N(alpha x + F(x)), alpha = S^(1/4)"
+    no_exact_start: ClassVar[str | None] = "the stream itself is normed at every sublayer."
     properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=0.58)
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:

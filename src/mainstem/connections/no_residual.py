@@ -52,6 +52,11 @@ class NoResidual(Scheme):
     """A stack without residual connections (``"no_residual"``)."""
 
     name: ClassVar[str] = "no_residual"
+    family: ClassVar[str] = "none"
+    year: ClassVar[int] = 2021
+    paper: ClassVar[str] = "2103.03404"
+    formula: ClassVar[str] = "x' = F(N(x))"
+    no_exact_start: ClassVar[str | None] = "nothing of the stream is carried."
     properties: ClassVar[Properties] = Properties(
         equals_pre_norm_at_start=False, start_distance=1.39, traffic=0.0
     )

@@ -51,6 +51,11 @@ class PostNorm(Scheme):
     """Post-LN (``"post_norm"``). The last sublayer's norm is the final norm."""
 
     name: ClassVar[str] = "post_norm"
+    family: ClassVar[str] = "norm placement"
+    year: ClassVar[int] = 2017
+    paper: ClassVar[str] = "1706.03762"
+    formula: ClassVar[str] = "x' = N(x + F(x))"
+    no_exact_start: ClassVar[str | None] = "the stream itself is normed at every sublayer."
     properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=1.26)
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:

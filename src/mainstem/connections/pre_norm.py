@@ -41,6 +41,10 @@ class PreNorm(Scheme):
     """The plain Pre-LN residual (``"pre_norm"``)."""
 
     name: ClassVar[str] = "pre_norm"
+    family: ClassVar[str] = "norm placement"
+    year: ClassVar[int] = 2020
+    paper: ClassVar[str] = "2002.04745"
+    formula: ClassVar[str] = "x' = x + F(N(x))"
     properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=True, start_distance=0.0)
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:

@@ -46,6 +46,13 @@ class ReorderedNorm(Scheme):
     """Reordered norm, as in OLMo 2 (``"reordered_norm"``)."""
 
     name: ClassVar[str] = "reordered_norm"
+    family: ClassVar[str] = "norm placement"
+    year: ClassVar[int] = 2021
+    paper: ClassVar[str] = "2111.09883"
+    formula: ClassVar[str] = "x' = x + N(F(x))"
+    no_exact_start: ClassVar[str | None] = (
+        "the branch reads the bare stream and every write has its norm's own size."
+    )
     properties: ClassVar[Properties] = Properties(equals_pre_norm_at_start=False, start_distance=0.39)
 
     def build_connection(self, *, index: int, width: int, num_sublayers: int, norm: NormConfig) -> Connection:

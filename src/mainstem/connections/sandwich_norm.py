@@ -47,6 +47,11 @@ class SandwichNorm(Scheme):
     """Sandwich norm, also known as Peri-LN (``"sandwich_norm"``)."""
 
     name: ClassVar[str] = "sandwich_norm"
+    family: ClassVar[str] = "norm placement"
+    year: ClassVar[int] = 2021
+    paper: ClassVar[str] = "2105.13290"
+    formula: ClassVar[str] = "x' = x + N2(F(N1(x)))"
+    no_exact_start: ClassVar[str | None] = "every write has its norm's own size, whatever the branch returns."
     properties: ClassVar[Properties] = Properties(
         equals_pre_norm_at_start=False, start_distance=0.37, num_norms=2
     )

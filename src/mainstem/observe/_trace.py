@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -112,10 +112,16 @@ class CallCounter:
         self._tracker = tracker
         self._counts: defaultdict[tuple[Frame, str], int] = defaultdict(int)
 
-    def key(self, func: Callable[..., Any]) -> CallKey:
-        """Return the key of the call that happens now, counting it."""
+    def key(self, func: Callable[..., Any], tensors: Iterable[Any]) -> CallKey:
+        """Return the key of the call that happens now, counting it.
+
+        Calls on integers and masks are counted apart: how many there are depends on what the caller passes,
+        such as a mask, and must not shift the numbers of the others.
+        """
         frame = self._tracker.current
         name = function_name(func)
+        if not any(isinstance(t, Tensor) and carries(t) for t in tensors):
+            name += " of integers"
         ordinal = self._counts[frame, name]
         self._counts[frame, name] = ordinal + 1
         return CallKey(frame, name, ordinal)
@@ -147,10 +153,10 @@ class _TraceMode(TorchFunctionMode):
         )
         taken = {id(t) for _, t in tensors}
         made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor) and id(t) not in taken]
+        key = self._counter.key(func, (t for _, t in tensors))
         if tensors and (made or changed):
-            self._register(self._counter.key(func), args, kwargs, tensors, made, changed)
+            self._register(key, args, kwargs, tensors, made, changed)
         else:  # a property, a no-op cast, or a call that made something from nothing
-            self._counter.key(func)
             self._alive += made
         return out
 

@@ -153,8 +153,7 @@ class _MapBuilder:
         self.container = self._find_container()
         self.notes: list[str] = []
 
-    # which module is a block
-    # -------------------------------------------------------------------------------------
+    # ---- which module is a block ----
 
     def _find_container(self) -> str | None:
         """Return the path of the module list whose numbered members are the blocks, or None."""
@@ -191,8 +190,7 @@ class _MapBuilder:
             return path
         return path[len(block.path) + 1 :].split(".")[0]
 
-    # sites
-    # -------------------------------------------------------------------------------------------------------
+    # ---- sites ----
 
     def build(self, model_name: str) -> StreamMap:
         """Return the finished map."""

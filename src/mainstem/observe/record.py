@@ -18,7 +18,7 @@ from mainstem.measure.events import Batch, BlockEvent, Reducer, SublayerEvent, W
 from mainstem.observe._frames import Frame, FrameTracker, unwrapped
 from mainstem.observe._frozen import Call, is_inplace, version
 from mainstem.observe._tail import Tail, TailRecorder
-from mainstem.observe._trace import CallKey, function_name
+from mainstem.observe._trace import CallCounter, CallKey, function_name
 from mainstem.observe.map import PathCall, Site, StreamMap, Value
 
 
@@ -136,7 +136,8 @@ class _Watch:
     """Which calls of a pass matter, by module call and function, so that all others cost one look-up."""
 
     def __init__(self, stream_map: StreamMap):
-        self.table: defaultdict[Frame, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        self.functions: defaultdict[Frame, set[str]] = defaultdict(set)
+        self.keys: set[CallKey] = set()
         self.joins: dict[CallKey, int] = {}
         self.thens: dict[CallKey, int] = {}
         for site in stream_map.sites:
@@ -156,7 +157,8 @@ class _Watch:
 
     def add(self, key: CallKey) -> None:
         """Watch one more call."""
-        self.table[key.frame][key.function].add(key.ordinal)
+        self.keys.add(key)
+        self.functions[key.frame].add(key.function)
 
 
 def values_of(site: Site) -> Iterable[Value]:
@@ -186,7 +188,7 @@ class Recorder(TorchFunctionMode):
         self.books = Books(passes=1)
         self.tail = TailRecorder() if keep_tail else None
         self.watch = _Watch(stream_map)
-        self._counts: defaultdict[tuple[Frame, str], int] = defaultdict(int)
+        self._counter = CallCounter(tracker)
         self.calls: dict[CallKey, Call] = {}
         self._next = 0
         self._before: Tensor | None = None
@@ -200,8 +202,7 @@ class Recorder(TorchFunctionMode):
                 before.function, inputs[before.function.removeprefix("input:")]
             )
 
-    # every call
-    # --------------------------------------------------------------------------------------------------
+    # ---- every call ----
 
     def __torch_function__(
         self,
@@ -212,16 +213,12 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         frame = self.tracker.current
-        functions = self.watch.table.get(frame)
-        ordinals = functions.get(function_name(func)) if functions is not None else None
-        if ordinals is None:
+        functions = self.watch.functions.get(frame)
+        if functions is None or function_name(func) not in functions:
             return self._call(func, args, kwargs)
-        name = function_name(func)
-        ordinal = self._counts[frame, name]
-        self._counts[frame, name] = ordinal + 1
-        if ordinal not in ordinals:
+        key = self._counter.key(func, pytree.tree_leaves((args, kwargs)))
+        if key not in self.watch.keys:
             return self._call(func, args, kwargs)
-        key = CallKey(frame, name, ordinal)
         if self._next < len(self.map.sites):
             return self._watched(key, func, args, kwargs)
         self._check_exit(key, args, kwargs)
@@ -244,8 +241,7 @@ class Recorder(TorchFunctionMode):
             self._then(self.map.sites[self.watch.thens[key]])
         return out
 
-    # the books
-    # ---------------------------------------------------------------------------------------------------
+    # ---- the books ----
 
     def _join(self, site: Site) -> None:
         if site.index != self._next or site.before.call not in self.calls:
