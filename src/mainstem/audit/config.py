@@ -40,7 +40,7 @@ class AuditConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     lens: bool = True
-    rounding_every: int = 16
+    rounding_every: int = 32
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 2:

@@ -10,7 +10,7 @@ from mainstem.measure.similarity import AngularDistances, BlockInfluence
 from mainstem.measure.writes import WriteSizes
 
 
-def default_reducers(*, rounding_every: int = 16, median_samples: int | None = 4096) -> list[Reducer]:
+def default_reducers(*, rounding_every: int = 32, median_samples: int | None = 4096) -> list[Reducer]:
     """Return fresh reducers of every kind but the lens, which needs a model's tail. Each goes by its
     ``name``.
 

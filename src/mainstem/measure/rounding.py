@@ -116,7 +116,7 @@ class RoundingAbsorption(HostReducer):
 
     name = "rounding_absorption"
 
-    def __init__(self, every: int = 16, dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16)):
+    def __init__(self, every: int = 32, dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16)):
         super().__init__()
         self.every = require_positive("every", every)
         self.dtypes = tuple(dtypes)
