@@ -110,3 +110,25 @@ def start_distance(scheme: Scheme, norm: NormConfig, seed: int) -> float:
         plain = make_stack(PreNorm(), norm, seed=seed)(x)
         other = make_stack(scheme, norm, seed=seed)(x)
     return ((other - plain).norm() / plain.norm()).item()
+
+
+@torch.no_grad()
+def plain_distance(
+    scheme: Scheme, num_sublayers: int, embedding_scale: float, dtype: torch.dtype, width: int = 32
+) -> float:
+    """Relative distance from plain Pre-LN of a stack with GPT-2's initial values.
+
+    Matrices are N(0, 0.02^2), those that write further scaled by ``num_sublayers ** -0.5``: a stream as small
+    as real ones are at the start, where a norm's epsilon is felt.
+    """
+    outputs: list[Tensor] = []
+    for each in (PreNorm(), scheme):
+        stack = make_stack(each, NormConfig(), num_sublayers=num_sublayers, width=width, dtype=dtype)
+        for branch in stack.branches:
+            for name, parameter in branch.named_parameters():
+                writes = name in ("out.weight", "down.weight")
+                if parameter.shape != (NUM_POSITIONS, NUM_POSITIONS):
+                    parameter *= 0.02 * parameter.shape[-1] ** 0.5 * (num_sublayers**-0.5 if writes else 1.0)
+        outputs.append(stack(embedding_scale * make_input(1000, width=width, dtype=dtype)))
+    plain, other = outputs
+    return ((other - plain).norm() / plain.norm()).item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_stack import (
     NUM_POSITIONS,
+    NUM_SUBLAYERS,
     WIDTH,
     FeedForward,
     Stack,
     TokenMixing,
     make_input,
     make_stack,
+    plain_distance,
     randomize,
     start_distance,
 )
@@ -56,7 +59,26 @@ NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms"
 # of a thousand for their rounding and none for a wrong coefficient.
 EXACT = 1e-12
 
-each_scheme = pytest.mark.parametrize("scheme", CASES, ids=lambda s: s.name)
+
+def with_options(scheme: Scheme) -> str:
+    """Name, and the options that are not the published ones."""
+    options = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(scheme)}
+    changed = [f"{k}={v}" for k, v in options.items() if v != getattr(type(scheme)(), k)]
+    return "-".join([scheme.name, *changed])
+
+
+def is_published(scheme: Scheme) -> bool:
+    """Whether every option is the default, which is what ``properties`` speaks of."""
+    return scheme == type(scheme)()
+
+
+def starts_as_pre_norm(scheme: Scheme) -> bool:
+    return scheme.exact_start or (is_published(scheme) and scheme.properties.equals_pre_norm_at_start)
+
+
+each_scheme = pytest.mark.parametrize("scheme", CASES, ids=with_options)
+each_published = pytest.mark.parametrize("scheme", [*filter(is_published, CASES)], ids=with_options)
+each_exact = pytest.mark.parametrize("scheme", [*filter(starts_as_pre_norm, CASES)], ids=with_options)
 each_norm = pytest.mark.parametrize(
     "norm", NORMS, ids=lambda n: n.kind + ("_unit_offset" if n.unit_offset else "")
 )
@@ -101,7 +123,9 @@ def steps(scheme: Scheme, norm: NormConfig, seed: int = 0):
 
 
 def test_every_registered_scheme_is_listed() -> None:
-    assert sorted(scheme.name for scheme in CASES) == scheme_names()
+    assert sorted(scheme.name for scheme in CASES if is_published(scheme)) == scheme_names()
+    may_be_exact = {scheme.name for scheme in CASES if type(scheme).no_exact_start is None}
+    assert {scheme.name for scheme in CASES if starts_as_pre_norm(scheme)} == may_be_exact
 
 
 @each_scheme
@@ -124,7 +148,8 @@ def test_carry_plus_inject_is_write(scheme: Scheme, norm: NormConfig) -> None:
 )
 @torch.no_grad()
 def test_carry_and_inject_are_linear(scheme: Scheme, norm: NormConfig, seed: int, a: float, b: float) -> None:
-    connection, stream, update, context = next(iter(steps(scheme, norm, seed=seed)))
+    at = seed % NUM_SUBLAYERS
+    connection, stream, update, context = next(islice(steps(scheme, norm, seed=seed), at, None))
     step = connection.linearize(stream, update, context)
     p, q = random_like(stream, seed), random_like(stream, seed + 1)
     mixed = combine(step.carry(p), step.carry(q), a, b)
@@ -148,6 +173,7 @@ def norm_of(stream: Stream) -> float:
 @torch.no_grad()
 def test_expand_and_collapse_are_linear(scheme: Scheme) -> None:
     stack = make_stack(scheme, NormConfig())
+    randomize(stack.trunk)
     x, y = make_input(0), make_input(1)
     expand = stack.trunk.expand
     assert relative_error(expand(2 * x - 3 * y), combine(expand(x), expand(y), 2.0, -3.0)) <= EXACT
@@ -159,7 +185,7 @@ def test_expand_and_collapse_are_linear(scheme: Scheme) -> None:
     assert relative_error(collapse(combine(stream, other, 2.0, -3.0)), mixed) <= EXACT
 
 
-@each_scheme
+@each_published
 def test_distance_from_pre_norm_at_the_start_is_the_declared_one(scheme: Scheme) -> None:
     measured = sum(start_distance(scheme, NormConfig(), seed) for seed in range(10)) / 10
     if scheme.properties.equals_pre_norm_at_start:
@@ -169,6 +195,17 @@ def test_distance_from_pre_norm_at_the_start_is_the_declared_one(scheme: Scheme)
         # The seeds are fixed, so what is left is the rounding of the declared value to two decimals.
         assert scheme.properties.start_distance > 0
         assert abs(measured - scheme.properties.start_distance) <= 0.006
+
+
+# Some 200 additions a channel in another order: 200 roundings of 1.1e-16 or 6e-8 are 2e-14 or 1.2e-5, and
+# random signs leave a hundredth of that; the promise is what the issue asks.
+@each_exact
+@pytest.mark.parametrize("embedding_scale", [0.02, 1.0])
+@pytest.mark.parametrize(("dtype", "promised"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_an_exact_start_is_plain_pre_norm_at_96_blocks(
+    scheme: Scheme, embedding_scale: float, dtype: torch.dtype, promised: float
+) -> None:
+    assert plain_distance(scheme, 192, embedding_scale, dtype) <= promised
 
 
 @each_scheme
@@ -201,12 +238,29 @@ def test_no_sequence_sees_another(scheme: Scheme, norm: NormConfig) -> None:
 
 @each_scheme
 @each_norm
-def test_every_parameter_gets_a_gradient(scheme: Scheme, norm: NormConfig) -> None:
+def test_every_parameter_gets_a_gradient_by_the_second_step(scheme: Scheme, norm: NormConfig) -> None:
+    """Where a factor starts at zero, the other one learns a step later; nothing may stay dead longer."""
     stack = make_stack(scheme, norm)
-    (stack(make_input(0)) * make_input(3)).sum().backward()
-    for name, parameter in stack.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
+    still = {name for name, _ in stack.named_parameters()}
+    for _ in range(2):
+        stack.zero_grad()
+        (stack(make_input(0)) * make_input(3)).sum().backward()
+        for name, parameter in stack.named_parameters():
+            assert parameter.grad is not None, name
+            if parameter.grad.abs().max() > 0:
+                still.discard(name)
+            parameter.data -= 1e-3 * parameter.grad
+    assert not still
+    if is_published(scheme) or scheme.exact_start:
+        streams_can_separate(stack)
+
+
+def streams_can_separate(stack: Stack) -> None:
+    """Parallel streams that are copies of each other at the start are no longer, after those two steps."""
+    with torch.no_grad():
+        last = stack.states(make_input(0))[-1]
+    if isinstance(last, Tensor) and last.ndim == 4:
+        assert all((last[:, :, 0] - last[:, :, i]).norm() > 1e-9 for i in range(1, last.shape[2]))
 
 
 @each_scheme
@@ -245,11 +299,17 @@ class TwoSublayers(nn.Module):
         return self.feed_join(self.mixing_join(stream, self.mixing), self.feed)
 
 
+def signature(stream: Stream, block: nn.Module) -> tuple[torch.Size, ...]:
+    """What one compiled graph is for: the shapes that go in."""
+    return tuple(t.shape for t in [*leaves(stream), *block.parameters(), *block.buffers()])
+
+
 # Dynamo asks every input for its .grad and hides the warning itself, which "error" overrides.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @each_scheme
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_one_graph_serves_every_block(scheme: Scheme, kind: str) -> None:
+    """One graph for 24 blocks; where a history grows, at most one for each shape (8 blocks of them)."""
     torch._dynamo.reset()
     trunk = scheme.build(width=16, num_sublayers=48, norm=NormConfig(kind=kind))
     connections = trunk.release_connections()
@@ -257,30 +317,40 @@ def test_one_graph_serves_every_block(scheme: Scheme, kind: str) -> None:
     counter = CompileCounter()
     x = make_input(0, width=16, dtype=torch.float32).requires_grad_()  # as an embedding's output does
     stream, expected = trunk.expand(x), trunk.expand(x)
-    for block in blocks:
-        expected = block(expected)
-        stream = torch.compile(block, backend=counter, fullgraph=True)(stream)
-    assert counter.frame_count == 1
+    signatures = set()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for block in blocks:
+            signatures.add(signature(stream, block))
+            if len(signatures) > 8:
+                break
+            expected = block(expected)
+            stream = torch.compile(block, backend=counter, fullgraph=True)(stream)
+    assert 1 <= counter.frame_count <= len(signatures)
+    assert len(signatures) == 1 or isinstance(stream, tuple)
     assert all(torch.equal(a, b) for a, b in zip(leaves(stream), leaves(expected), strict=True))
 
 
 @each_scheme
 @each_norm
-def test_parameters_are_the_declared_norms_and_partition(scheme: Scheme, norm: NormConfig) -> None:
+def test_norms_are_the_declared_ones_and_groups_partition(scheme: Scheme, norm: NormConfig) -> None:
     stack = make_stack(scheme, norm)
     kinds = (nn.LayerNorm, nn.RMSNorm, UnitOffsetRMSNorm)
     per_norm = WIDTH * (2 if norm.kind == "layer" else 1)
+    in_norms: set[int] = set()
     for connection in stack.trunk.connections:
         assert isinstance(connection, Connection)
         norms = [m for m in connection.modules() if isinstance(m, kinds)]
-        assert len(norms) == scheme.properties.num_norms
-        assert sum(p.numel() for p in connection.parameters()) == per_norm * scheme.properties.num_norms
+        if is_published(scheme):
+            assert len(norms) == scheme.properties.num_norms
+        assert all(sum(p.numel() for p in m.parameters()) == per_norm for m in norms)
+        in_norms |= {id(p) for m in norms for p in m.parameters()}
     groups = parameter_groups(stack)
     grouped = [id(p) for g in groups for p in g.parameters]
     assert len(grouped) == len(set(grouped))
     assert set(grouped) == {id(p) for p in stack.parameters()}
     decayed = {id(p) for g in groups if g.weight_decay for p in g.parameters}
-    assert decayed == {id(p) for p in stack.branches.parameters()}
+    assert decayed >= {id(p) for p in stack.branches.parameters()}
+    assert not decayed & (in_norms | {id(p) for p in stack.trunk.parameters() if p.ndim < 2})
 
 
 class Touched(TorchDispatchMode):
@@ -296,7 +366,7 @@ class Touched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each_scheme
+@each_published
 @torch.no_grad()
 def test_streams_history_and_traffic_are_the_declared_ones(scheme: Scheme) -> None:
     declared = scheme.properties

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
 
-from mainstem.connections._norms import NormConfig
+from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm
 from mainstem.errors import ConfigError
 
 Stream: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -59,7 +59,7 @@ class Properties:
             RMSNorm, fp64, causal branches with N(0, 1/fan_in) matrices, the same for every scheme, so
             without ``branch_init_scale``), mean over ten seeds. 0.0 where it is equal.
         num_streams: parallel streams; 1 is the plain ``[batch, pos, width]``.
-        has_history: the stream is a tuple that grows with depth.
+        has_history: the stream is a tuple of tensors, in which earlier states or writes travel along.
         num_norms: norms a sublayer owns.
         traffic: elements moved per token and sublayer, in units of ``width``, by one fused
             :meth:`Connection.write`: each tensor it reads and each it makes counted once. A plain add is 3
@@ -103,6 +103,16 @@ class Connection(nn.Module, abc.ABC):
     @abc.abstractmethod
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Return the step that :meth:`write` would make, with its coefficients frozen."""
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values again: norms to gain 1 and bias 0.
+
+        A connection that owns anything else, or starts its norms elsewhere, extends this; it uses ``torch.nn.init``
+        functions, which a loader can keep away from what a checkpoint holds.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm):
+                module.reset_parameters()
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Partition this connection's parameters; norms, and so all of them here, are not decayed."""
