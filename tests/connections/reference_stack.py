@@ -2,8 +2,8 @@
 
 Even sublayers mix tokens causally (a softmax over earlier positions of fixed random scores, then a matrix),
 odd ones are feed-forward (two matrices with a GELU between). All matrices are N(0, 1/fan_in), so that a
-branch returns about the size it reads; none has a norm of its own. The same branches are put under every
-scheme.
+branch returns about the size it reads; none has a norm of its own unless the scheme asks for one. The same
+branches are put under every scheme.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class TokenMixing(nn.Module):
         super().__init__()
         self.scores = nn.Parameter(torch.randn(positions, positions))
         self.out = nn.Linear(width, width, bias=False)
+        self.inner_norm: nn.Module = nn.Identity()
         nn.init.normal_(self.out.weight, std=width**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[-2]
         future = torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
-        return self.out(self.scores[:n, :n].masked_fill(future, float("-inf")).softmax(-1) @ x)
+        mixed = self.scores[:n, :n].masked_fill(future, float("-inf")).softmax(-1) @ x
+        return self.out(self.inner_norm(mixed))
 
 
 class FeedForward(nn.Module):
@@ -40,11 +42,12 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up = nn.Linear(width, 2 * width, bias=False)
         self.down = nn.Linear(2 * width, width, bias=False)
+        self.inner_norm: nn.Module = nn.Identity()
         nn.init.normal_(self.up.weight, std=width**-0.5)
         nn.init.normal_(self.down.weight, std=(2 * width) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(x)))
+        return self.down(self.inner_norm(nn.functional.gelu(self.up(x))))
 
 
 def make_branches(num_sublayers: int, width: int) -> nn.ModuleList:
@@ -84,8 +87,11 @@ def make_stack(
     """Build a stack whose branches depend on ``seed`` alone, so that two schemes get the same ones."""
     torch.manual_seed(seed)
     branches = make_branches(num_sublayers, width)
+    for branch in branches:
+        writing = branch.down if isinstance(branch, FeedForward) else branch.out
+        branch.inner_norm = scheme.build_inner_norm(width=writing.in_features, norm=norm) or nn.Identity()
     trunk = scheme.build(width=width, num_sublayers=num_sublayers, norm=norm)
-    return Stack(trunk, branches).to(dtype)
+    return Stack(trunk, branches).to(dtype).eval()
 
 
 def make_input(seed: int, batch: int = 2, width: int = WIDTH, dtype: torch.dtype = torch.float64) -> Tensor:

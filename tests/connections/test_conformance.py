@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from mainstem.connections import (
     Connection,
     DeepNorm,
+    HyperConnections,
     NoResidual,
     NormConfig,
     PostNorm,
@@ -52,6 +53,9 @@ CASES: list[Scheme] = [
     SandwichNorm(),
     ReorderedNorm(),
     DeepNorm(),
+    HyperConnections(),
+    HyperConnections(dynamic=False, num_streams=2),
+    HyperConnections(exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 
@@ -170,16 +174,19 @@ def norm_of(stream: Stream) -> float:
 
 
 @each_scheme
+@pytest.mark.parametrize("kind", ["rms", "layer"])
 @torch.no_grad()
-def test_expand_and_collapse_are_linear(scheme: Scheme) -> None:
-    stack = make_stack(scheme, NormConfig())
+def test_expand_and_collapse_are_linear(scheme: Scheme, kind: str) -> None:
+    stack = make_stack(scheme, NormConfig(kind=kind))
     randomize(stack.trunk)
     x, y = make_input(0), make_input(1)
     expand = stack.trunk.expand
     assert relative_error(expand(2 * x - 3 * y), combine(expand(x), expand(y), 2.0, -3.0)) <= EXACT
     stream = stack.states(x)[-1]
     collapse = stack.trunk.linearize_collapse(stream)
-    assert relative_error(collapse(stream), stack.trunk.collapse(stream)) <= EXACT
+    offset = stack.trunk.collapse_offset()
+    linear = collapse(stream) if offset is None else collapse(stream) + offset
+    assert relative_error(linear, stack.trunk.collapse(stream)) <= EXACT
     other = random_like(stream, 5)
     mixed = 2 * collapse(stream) - 3 * collapse(other)
     assert relative_error(collapse(combine(stream, other, 2.0, -3.0)), mixed) <= EXACT
@@ -349,7 +356,7 @@ def test_norms_are_the_declared_ones_and_groups_partition(scheme: Scheme, norm: 
     assert len(grouped) == len(set(grouped))
     assert set(grouped) == {id(p) for p in stack.parameters()}
     decayed = {id(p) for g in groups if g.weight_decay for p in g.parameters}
-    assert decayed >= {id(p) for p in stack.branches.parameters()}
+    assert decayed >= {id(p) for p in stack.branches.parameters() if p.ndim >= 2}
     assert not decayed & (in_norms | {id(p) for p in stack.trunk.parameters() if p.ndim < 2})
 
 

@@ -107,8 +107,8 @@ class Connection(nn.Module, abc.ABC):
     def reset_parameters(self) -> None:
         """Draw the initial values again: norms to gain 1 and bias 0.
 
-        A connection that owns anything else, or starts its norms elsewhere, extends this; it uses ``torch.nn.init``
-        functions, which a loader can keep away from what a checkpoint holds.
+        A connection that owns anything else, or starts its norms elsewhere, extends this; it uses
+        ``torch.nn.init`` functions, which a loader can keep away from what a checkpoint holds.
         """
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm):
@@ -147,8 +147,12 @@ class Trunk(nn.Module):
         assert isinstance(stream, Tensor)
         return stream
 
+    def collapse_offset(self) -> Tensor | None:
+        """Return what :meth:`collapse` adds whatever the stream is (the biases of its norms), or None."""
+        return None
+
     def linearize_collapse(self, stream: Stream) -> Callable[[Stream], Tensor]:
-        """Return ``collapse`` as a linear map with its coefficients frozen at ``stream``."""
+        """Return ``collapse`` less its offset as a linear map with coefficients frozen at ``stream``."""
         return self.collapse
 
     def release_connections(self) -> list[Connection]:
@@ -203,6 +207,14 @@ class Scheme(abc.ABC):
     def build_final_norm(self, *, width: int, norm: NormConfig) -> nn.Module:
         """Build the norm before the head."""
         return norm.build(width)
+
+    def build_inner_norm(self, *, width: int, norm: NormConfig) -> nn.Module | None:
+        """Build the norm that the scheme wants inside every branch, before the matrix that makes the update.
+
+        None in all schemes but Sub-LN. A connection cannot reach there, so whoever builds the branches asks
+        for it; ``width`` is that of what the matrix reads.
+        """
+        return None
 
     def build(self, *, width: int, num_sublayers: int, norm: NormConfig | None = None) -> Trunk:
         """Build the trunk.

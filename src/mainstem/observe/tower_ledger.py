@@ -64,6 +64,8 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
     collapse = tower.trunk.linearize_collapse(stream)
     rows["bias"] = rows.pop("bias")
     top = {label: collapse(row) for label, row in rows.items()}
+    if (offset := tower.trunk.collapse_offset()) is not None:
+        top["bias"] = top["bias"] + offset
     for label in ("pos_embed", "bias"):
         if label in top and not bool(top[label].any()):
             del top[label]

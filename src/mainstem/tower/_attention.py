@@ -39,6 +39,7 @@ class Attention(nn.Module):
             per_head = config.qk_norm == "head"
             self.q_norm = config.norm.build(config.head_dim if per_head else q_width)
             self.k_norm = config.norm.build(config.head_dim if per_head else kv_width)
+        self.inner_norm = config.scheme().build_inner_norm(width=q_width, norm=config.norm)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, place: Place, cache: Cache | None = None) -> Tensor:
@@ -54,6 +55,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.block_index)
         mixed = self._mix(q, k, v, place.mask).transpose(1, 2).flatten(2)
+        if self.inner_norm is not None:
+            mixed = self.inner_norm(mixed)
         return self.dropout(self.out_proj(mixed))
 
     def _split(self, x: Tensor) -> Tensor:

@@ -139,11 +139,20 @@ class TowerConfig:
         self._check_choices()
         self._check_numbers()
         self._check_windows()
-        self.scheme()
+        refused = self.scheme().refuses
+        if self.parallel and "parallel_block" in refused:
+            raise ConfigError(
+                f"connection {self.connection!r} cannot join parallel blocks: {refused['parallel_block']} "
+                "Set parallel=False."
+            )
 
     def scheme(self) -> Scheme:
-        """Return the connection scheme."""
-        return make_scheme(self.connection, **self.connection_options)
+        """Return the connection scheme; one that counts blocks is told when they are parallel."""
+        scheme = make_scheme(self.connection, **self.connection_options)
+        counts_blocks = any(field.name == "sublayers_per_block" for field in dataclasses.fields(scheme))
+        if counts_blocks and self.parallel and "sublayers_per_block" not in self.connection_options:
+            scheme = dataclasses.replace(scheme, sublayers_per_block=1)  # pyright: ignore[reportCallIssue]
+        return scheme
 
     @property
     def num_sublayers(self) -> int:

@@ -34,6 +34,7 @@ class FeedForward(nn.Module):
             self.gate_proj = nn.Linear(config.width, config.ffn_width, bias=config.ffn_bias)
         self.up_proj = nn.Linear(config.width, config.ffn_width, bias=config.ffn_bias)
         self.down_proj = nn.Linear(config.ffn_width, config.width, bias=config.ffn_bias)
+        self.inner_norm = config.scheme().build_inner_norm(width=config.ffn_width, norm=config.norm)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,4 +43,6 @@ class FeedForward(nn.Module):
             inner = self.activation(self.gate_proj(x)) * self.up_proj(x)
         else:
             inner = self.activation(self.up_proj(x))
+        if self.inner_norm is not None:
+            inner = self.inner_norm(inner)
         return self.dropout(self.down_proj(inner))

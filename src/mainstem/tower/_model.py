@@ -39,6 +39,7 @@ class Tower(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         scheme = config.scheme()
+        self.refuses_cache = scheme.refuses.get("kv_cache")
         self.trunk = scheme.build(width=config.width, num_sublayers=config.num_sublayers, norm=config.norm)
         connections = self.trunk.release_connections()
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
@@ -74,8 +75,14 @@ class Tower(nn.Module):
             ``[batch, pos, vocab_size]`` in the weights' dtype.
 
         Raises:
-            ConfigError: more positions than a learned table has rows, or a mask of another size.
+            ConfigError: more positions than a learned table has rows, a mask of another size, or a cache
+                that the connection refuses.
         """
+        if cache is not None and self.refuses_cache is not None:
+            raise ConfigError(
+                f"connection {self.config.connection!r} cannot read token by token: {self.refuses_cache} "
+                "Pass cache=None (use_cache=False)."
+            )
         num_past = 0 if cache is None else cache.get_seq_length()
         positions = self._positions(token_ids, attention_mask, positions, num_past)
         places = self.places(positions, attention_mask, num_past)
@@ -146,8 +153,14 @@ class Tower(nn.Module):
 
     @torch.no_grad()
     def reset_module(self, name: str) -> None:
-        """Draw the initial values of the module called ``name``, without those inside it."""
+        """Draw the initial values of the module called ``name``, without those inside it.
+
+        A connection draws its own, those of all modules inside it included.
+        """
         config, scheme, module = self.config, self.config.scheme(), self.get_submodule(name)
+        if (owner := self._connection_around(name)) is not None:
+            owner.reset_parameters()
+            return
         branch = scheme.branch_init_scale(config.num_sublayers)
         output = branch * scheme.output_init_scale(2 * config.num_blocks)
         scales = {
@@ -165,6 +178,12 @@ class Tower(nn.Module):
             nn.init.normal_(module.weight, std=config.init_std)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm):
             module.reset_parameters()
+
+    def _connection_around(self, name: str) -> Connection | None:
+        """Return the connection that the module called ``name`` is or belongs to."""
+        parts = name.split(".")
+        outer = (self.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1))
+        return next((module for module in outer if isinstance(module, Connection)), None)
 
     def _run(self, block: nn.Module, stream: Stream, place: Place, cache: Cache | None) -> Stream:
         if self.gradient_checkpointing and self.training:
