@@ -148,6 +148,22 @@ def inspect(
         print(json.dumps(map_as_dict(stream_map), indent=1) if as_json else stream_map.describe())
 
 
+@app.command(epilog="Example:  mainstem connections")
+def connections(as_json: JsonOption = False) -> None:
+    """List every residual connection: formula, paper, how it starts, and what it costs, counted."""
+    import json
+
+    from mainstem.connections.table import scheme_rows
+    from mainstem.report import plain_console, print_schemes
+
+    rows = scheme_rows()
+    with _output():
+        if as_json:
+            print(json.dumps([row.to_dict() for row in rows], indent=1, ensure_ascii=False))
+        else:
+            print_schemes(rows, plain_console())
+
+
 def map_as_dict(stream_map: StreamMap) -> dict[str, Any]:
     """Return a map as plain values: sizes, blocks with their sublayers, and the names of the points."""
     return {
