@@ -12,10 +12,10 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle identity-table bench hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle identity-table connections-table bench hooks clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ---- environments: each stamp is remade when what it was made from changes -----------------------------------------
 
@@ -79,6 +79,9 @@ test-oracle: $(VENV)/.oracle $(VENV)/.weights  ## compare with other packages
 
 identity-table: $(VENV)/.dev $(VENV)/.weights  ## docs/identity-table.md: the books of every architecture tested
 	@$(RUN) benchmarks.identity_table
+
+connections-table: $(VENV)/.dev  ## docs/connections.md: every scheme, its start, its costs, its gradients
+	@$(RUN) benchmarks.connections_table
 
 bench: $(VENV)/.dev $(VENV)/.weights  ## what recording costs: time in interleaved rounds, memory against depth
 	@$(RUN) benchmarks.recording --pairs 20

@@ -28,8 +28,8 @@ def print_schemes(rows: Sequence[SchemeRow], console: Console) -> None:
     console.print(
         f"n: streams, + for a history. start: distance from Pre-LN as published, 0 for the same function, "
         f"* where exact_start=True makes it 0. Counted on the residual path of {NUM_SUBLAYERS} sublayers of "
-        f"width {WIDTH}, norms included, in units of Pre-LN's own: parameters, operations, bytes moved, bytes "
-        "saved for backward.",
+        f"width {WIDTH}, norms included, in units of Pre-LN's own: parameters, operations, bytes moved, "
+        "bytes saved for backward.",
         highlight=False,
         style="dim",
     )
