@@ -15,13 +15,15 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
-from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
 from mainstem.connections.pre_norm import PreNorm, PreNormConnection
 from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
+from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
+
+from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 
 __all__ = [
     "SCHEMES",
@@ -47,6 +49,8 @@ __all__ = [
     "Stream",
     "Trunk",
     "UnitOffsetRMSNorm",
+    "X0Reinjection",
+    "X0ReinjectionConnection",
     "frozen_norm",
     "make_scheme",
     "parameter_groups",

@@ -12,10 +12,20 @@ from mainstem.connections.post_norm import PostNorm
 from mainstem.connections.pre_norm import PreNorm
 from mainstem.connections.reordered_norm import ReorderedNorm
 from mainstem.connections.sandwich_norm import SandwichNorm
+from mainstem.connections.x0_reinjection import X0Reinjection
 from mainstem.errors import ConfigError
 
 SCHEMES: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (NoResidual, PreNorm, PostNorm, SandwichNorm, ReorderedNorm, DeepNorm)
+    scheme.name: scheme
+    for scheme in (
+        NoResidual,
+        PreNorm,
+        PostNorm,
+        SandwichNorm,
+        ReorderedNorm,
+        DeepNorm,
+        X0Reinjection,
+    )
 }
 
 

@@ -1,0 +1,67 @@
+"""Gates against their formulas, written out in fp64 from the papers, and against other people's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from reference_stack import NUM_SUBLAYERS, Stack, make_input, make_stack, randomize
+from torch import Tensor
+
+from mainstem.connections import NormConfig, Scheme, X0Reinjection, parameter_groups
+
+RMS = NormConfig()
+# fp64: 24 sublayers of a few additions each, 1e-13 apart at the most; a wrong term is off by 1e-3 and more.
+CLOSE: dict[str, float] = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def random_stack(scheme: Scheme) -> Stack:
+    stack = make_stack(scheme, RMS)
+    randomize(stack.trunk)
+    return stack
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def final(stack: Stack, x: Tensor) -> Tensor:
+    weight: Any = stack.trunk.final_norm.weight
+    return rms_norm(x, weight)
+
+
+def check(stack: Stack, expected: Any) -> None:
+    """``expected(x, stack)`` gives the same output, and the same gradients for every parameter."""
+    x, direction = make_input(0), make_input(3)
+    found = torch.autograd.grad((stack(x) * direction).sum(), list(stack.parameters()))
+    wanted = expected(x, stack)
+    torch.testing.assert_close(stack(x), wanted, **CLOSE)
+    gradients = torch.autograd.grad((wanted * direction).sum(), list(stack.parameters()))
+    for a, b in zip(found, gradients, strict=True):
+        assert (a - b).norm() <= 1e-9 * b.norm()
+
+
+def test_x0_is_fed_in_again_before_every_block() -> None:
+    stack = random_stack(X0Reinjection(carry_start=(1.1, 0.9), embed_start=(0.2, 0.1)))
+
+    def expected(x0: Tensor, stack: Stack) -> Tensor:
+        x = x0
+        for i, (c, branch) in enumerate(zip(stack.trunk.connections, stack.branches, strict=True)):
+            if i % 2 == 0:
+                x = c.carry_weight * x + c.embed_weight * x0
+            x = x + branch(rms_norm(x, c.norm.weight))
+        return final(stack, x)
+
+    check(stack, expected)
+
+
+def test_x0_starts_between_its_ends_and_carries_learn_slowly() -> None:
+    scheme = X0Reinjection(carry_start=(1.15, 1.05), embed_start=(0.2, 0.05))
+    trunk = scheme.build(width=8, num_sublayers=NUM_SUBLAYERS)
+    mixing = list(trunk.connections)[::2]
+    for name, first, last in (("carry_weight", 1.15, 1.05), ("embed_weight", 0.2, 0.05)):
+        found = torch.cat([getattr(c, name).detach() for c in mixing])
+        torch.testing.assert_close(found, torch.linspace(first, last, NUM_SUBLAYERS // 2))
+    assert all(c.carry_weight is None for c in list(trunk.connections)[1::2])
+    slow = {id(p) for g in parameter_groups(trunk) if g.lr_multiplier == 0.01 for p in g.parameters}
+    assert slow == {id(c.carry_weight) for c in mixing}
