@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mainstem.connections.mhc import CONVENTIONS
 from reference_stack import (
     NUM_POSITIONS,
     NUM_SUBLAYERS,
@@ -33,6 +34,9 @@ from mainstem.connections import (
     Connection,
     DeepNorm,
     HyperConnections,
+    IdentityHC,
+    IndependentHC,
+    Mhc,
     NoResidual,
     NormConfig,
     PostNorm,
@@ -60,6 +64,17 @@ CASES: list[Scheme] = [
     X0Reinjection(),
     X0Reinjection(sublayers_per_block=1, carry_start=(1.01, 0.99), embed_start=(0.2, 0.05)),
     X0Reinjection(exact_start=True),
+    IdentityHC(),
+    IdentityHC(exact_start=True),
+    IndependentHC(),
+    IndependentHC(exact_start=True),
+    Mhc(),
+    Mhc(mixing="permutation", num_streams=3),
+    Mhc(mixing="kronecker", collapse="mean"),
+    Mhc(mixing="cayley", orientation="in_out"),
+    Mhc(**CONVENTIONS["deepseek_v4"]),
+    Mhc(exact_start=True),
+    Mhc(mixing="cayley", exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

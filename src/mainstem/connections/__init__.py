@@ -16,6 +16,10 @@ from mainstem.connections._base import (
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
+from mainstem.connections.hyper_connections import HyperConnection, HyperConnections
+from mainstem.connections.identity_hc import IdentityHC, IdentityHCConnection
+from mainstem.connections.independent_hc import IndependentHC, IndependentHCConnection
+from mainstem.connections.mhc import Mhc, MhcConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
 from mainstem.connections.pre_norm import PreNorm, PreNormConnection
@@ -32,6 +36,14 @@ __all__ = [
     "Context",
     "DeepNorm",
     "DeepNormConnection",
+    "HyperConnection",
+    "HyperConnections",
+    "IdentityHC",
+    "IdentityHCConnection",
+    "IndependentHC",
+    "IndependentHCConnection",
+    "Mhc",
+    "MhcConnection",
     "NoResidual",
     "NoResidualConnection",
     "NormConfig",

@@ -7,6 +7,10 @@ from typing import Any
 
 from mainstem.connections._base import Scheme
 from mainstem.connections.deep_norm import DeepNorm
+from mainstem.connections.hyper_connections import HyperConnections
+from mainstem.connections.identity_hc import IdentityHC
+from mainstem.connections.independent_hc import IndependentHC
+from mainstem.connections.mhc import Mhc
 from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
 from mainstem.connections.pre_norm import PreNorm
@@ -25,6 +29,10 @@ SCHEMES: dict[str, type[Scheme]] = {
         ReorderedNorm,
         DeepNorm,
         X0Reinjection,
+        HyperConnections,
+        IdentityHC,
+        IndependentHC,
+        Mhc,
     )
 }
 

@@ -142,27 +142,37 @@ class SigmoidCoefficients(nn.Module):
         ]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadStart:
+    """Initial values of a :class:`StreamHead`; by default every stream weighs the same for every token."""
+
+    bias: float
+    projection_std: float = 0.0
+    scale: float = 1.0
+
+
 class StreamHead(nn.Module):
     """Weights of a learned way out: ``sigmoid(scale * (RMS(vec X) projection^T) + bias) + epsilon``.
 
-    As in DeepSeek-V4 (``DeepseekV4HyperHead`` of transformers, whose ``hc_fn``, ``hc_base`` and ``hc_scale``
-    are ``projection``, ``bias`` and ``scale`` here). Starts with weights ``1/n`` for every token.
+    As in DeepSeek-V4 and HY-V4 (``DeepseekV4HyperHead`` and ``HYV4HyperHead`` of transformers, whose
+    ``hc_fn``, ``hc_base`` and ``hc_scale`` are ``projection``, ``bias`` and ``scale`` here).
     """
 
-    def __init__(self, *, width: int, num_streams: int, eps: float, epsilon: float = 0.0):
+    def __init__(self, *, width: int, num_streams: int, eps: float, epsilon: float, start: HeadStart):
         super().__init__()
         self.eps = eps
         self.epsilon = epsilon
+        self.start = start
         self.projection = nn.Parameter(torch.empty(num_streams, num_streams * width))
         self.bias = nn.Parameter(torch.empty(num_streams))
         self.scale = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weigh all streams alike."""
-        nn.init.zeros_(self.projection)
-        nn.init.constant_(self.bias, logit(1 / len(self.bias) - self.epsilon))
-        nn.init.ones_(self.scale)
+        """Draw the projection, set bias and scale."""
+        nn.init.normal_(self.projection, std=self.start.projection_std)
+        nn.init.constant_(self.bias, self.start.bias)
+        nn.init.constant_(self.scale, self.start.scale)
 
     def forward(self, stream: Tensor) -> Tensor:
         """Return the weights, ``[batch, pos, n]``."""
@@ -252,8 +262,10 @@ class StreamsScheme(Scheme):
         )
 
     def build_head(self, *, width: int, norm: NormConfig) -> nn.Module:
-        """Build what weighs the streams at the end under ``collapse="head"``."""
-        return StreamHead(width=width, num_streams=self.num_streams, eps=norm.eps)
+        """Build what weighs the streams at the end under ``collapse="head"``: all alike at the start."""
+        n = self.num_streams
+        start = HeadStart(bias=logit(1 / n) if n > 1 else 40.0)
+        return StreamHead(width=width, num_streams=n, eps=norm.eps, epsilon=0.0, start=start)
 
 
 @torch.no_grad()
