@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from fake_pass import make_pass
 
-from mainstem.measure import Batch, default_reducers
+from mainstem.measure import Batch, SublayerEvent, Write, default_reducers
 
 
 def test_places_follow_the_mask_on_either_side() -> None:
@@ -43,13 +44,57 @@ def test_an_event_is_freed_without_the_garbage_collector() -> None:
 def test_each_state_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from mainstem.measure import geometry
 
-    calls = []
-    plain = geometry.token_norm
-    monkeypatch.setattr(geometry, "token_norm", lambda x: calls.append(x.data_ptr()) or plain(x))
+    asked: list[list[geometry.Figure]] = []
+    norms: list[int] = []
+    plain, plain_norm = geometry._figures, geometry._norm
+    monkeypatch.setattr(geometry, "_figures", lambda w, *a: asked.append(list(w)) or plain(w, *a))
+    monkeypatch.setattr(geometry, "_norm", lambda x: norms.append(x.data_ptr()) or plain_norm(x))
     fake = make_pass(blocks=4)
     fake.feed(*default_reducers())
     tensors = [*fake.states, *fake.mids, *fake.attn, *fake.mlp]
-    assert sorted(calls) == sorted(t.data_ptr() for t in tensors)
+    own = [norm for norm in norms if norm in {t.data_ptr() for t in tensors}]
+    assert sorted(own) == sorted(t.data_ptr() for t in tensors)
+    # The first block answers one question after another; the others all at the first, and none twice.
+    assert [len(w) for w in asked[-3:]] == [10, 10, 10]
+    assert all(len(w) == 1 for w in asked[:-3])
+    assert sum(len(w) for w in asked) == 4 * 10 + 2
+
+
+def test_what_is_measured_together_by_rows_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mainstem.measure import geometry
+
+    results = []
+    for chunk in (1 << 30, 256):
+        monkeypatch.setattr(geometry, "_CHUNK_BYTES", chunk)
+        reducers = default_reducers()
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            make_pass(dtype=dtype, streams=2).feed(*reducers)
+        results.append([r.result() for r in reducers])
+    assert str(results[0]) == str(results[1])
+
+
+def test_blocks_of_different_make_do_not_mislead_each_other() -> None:
+    """A block with two sublayers, one with a single write of another name, one that writes nothing."""
+    fake = make_pass(blocks=3, pad="none", lengths=(5, 5))
+    first, second, third = fake.events()
+    h = second.before
+    lone = SublayerEvent(2, None, (Write("mixer", fake.mlp[1]),), second.after)
+    second = dataclasses.replace(second, sublayers=(lone,))
+    third = dataclasses.replace(third, before=second.after, sublayers=(), after=second.after)
+    alone = [
+        dataclasses.replace(event, batch=Batch(fake.batch.mask)) for event in (first, second, third, first)
+    ]
+    for event, by_itself in zip((first, second, third, first), alone, strict=True):
+        ours, theirs = event.geometry, by_itself.geometry
+        for one, other in zip(ours.writes, theirs.writes, strict=True):
+            assert torch.equal(one.norm, other.norm)
+            assert (one.dot is None) == (other.dot is None)
+        assert (ours.total is None) == (theirs.total is None)
+        for one, other in zip(ours.total or (), theirs.total or (), strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(ours.before_dot_after, theirs.before_dot_after)
+        assert torch.equal(ours.norm(event.before), theirs.norm(event.before))
+    assert torch.allclose(second.geometry.total[1], (fake.mlp[1] * h).sum(-1).flatten(), atol=1e-3)
 
 
 def test_reducers_leave_the_tensors_alone() -> None:

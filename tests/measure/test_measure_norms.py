@@ -63,5 +63,7 @@ def test_closed_form() -> None:
         x = torch.ones(shape)
         join = SublayerEvent(0, x, (Write("mlp", 0 * x),), x)
         reducer = StreamNorms()
-        reducer.update(BlockEvent(0, 1, x, (join,), x, Batch(torch.ones(2, 5, dtype=torch.bool))))
+        batch = Batch(torch.ones(2, 5, dtype=torch.bool))
+        reducer.update(BlockEvent(0, 1, x, (join,), x, batch))
+        reducer.end_pass(batch)
         assert reducer.result().states[1].mean.all == pytest.approx(expected, rel=1e-7)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_pass import make_pass
+from fake_pass import Pass, make_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,13 +133,42 @@ def test_what_is_not_finite_is_named_and_not_averaged_away(poison: float, place:
     json.dumps([r.to_dict() for r in result.values()], allow_nan=False)
 
 
-def test_what_waits_for_the_end_of_the_pass_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator nothing is summed before the pass is complete."""
-    passes = [make_pass(seed=0), make_pass(seed=1, pad="left")]
-    at_once = run(*passes)
-    monkeypatch.setattr("mainstem.measure._host._on_host", lambda tensors: False)
-    for one, other in zip(at_once, run(*passes), strict=True):
-        assert_close(one.result(), other.result(), 0.0)
+@pytest.mark.parametrize("median_samples", [None, 50])
+def test_a_pass_that_breaks_off_leaves_no_trace(median_samples: int | None) -> None:
+    def reducers() -> list[Reducer]:
+        made = default_reducers(rounding_every=2, median_samples=median_samples)
+        return [*made, AngularDistances("rest"), LogitLens()]
+
+    def begin(lens: Reducer, fake: Pass) -> None:
+        assert isinstance(lens, LogitLens)
+        lens.begin_pass(tail(fake.states[-1]), tail)
+
+    whole, broken, last = (make_pass(seed=i, lengths=(9, 6 + i)) for i in range(3))
+    ours, theirs = reducers(), reducers()
+    for fake in (whole, broken, last):
+        for used in (ours,) if fake is broken else (ours, theirs):
+            begin(used[-1], fake)
+        if fake is not broken:
+            fake.feed(*ours)
+            fake.feed(*theirs)
+            continue
+        for event, _ in zip(fake.events(), range(2), strict=False):
+            for reducer in ours:
+                reducer.update(event)
+        # Neither now, nor when it is sent to another rank, nor after the next pass.
+        assert str([r.result() for r in ours]) == str([r.result() for r in theirs])
+        assert str([r.result() for r in pickle.loads(pickle.dumps(ours))]) == str(
+            [r.result() for r in theirs]
+        )
+    assert str([r.result() for r in ours]) == str([r.result() for r in theirs])
+
+
+def test_nothing_waits_after_a_pass() -> None:
+    reducers = default_reducers(median_samples=None)
+    make_pass().feed(*reducers)
+    for reducer in reducers:
+        for name in ("_waiting", "_rows", "_plan", "_counted", "_held"):
+            assert not getattr(reducer, name, None), (reducer.name, name)
 
 
 def test_a_pass_of_single_tokens_and_one_of_none() -> None:

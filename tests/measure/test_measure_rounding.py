@@ -123,6 +123,20 @@ def test_overflow_is_counted_and_not_called_absorption() -> None:
     assert bf16.absorbed.rest == 1.0
 
 
+def test_writes_rounded_together_give_the_same_as_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mainstem.measure import rounding
+
+    results = []
+    for entries in (1 << 17, 8 * 16, 1):
+        monkeypatch.setattr(rounding, "_CALL_ENTRIES", entries)
+        reducer = RoundingAbsorption(2)
+        for dtype in (torch.float32, torch.bfloat16):
+            make_pass(blocks=5, dtype=dtype).feed(reducer)
+        results.append(reducer.result())
+    assert results[0] == results[1] == results[2]
+    assert len(results[0].writes) == 10
+
+
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="every is 0"):
         RoundingAbsorption(0)

@@ -75,7 +75,9 @@ def test_small_writes_on_a_huge_stream() -> None:
         SublayerEvent(1, mid, (Write("mlp", m),), mid + m),
     )
     reducer = WriteSizes()
-    reducer.update(BlockEvent(0, 1, h, joins, mid + m, Batch(torch.ones(1, 1, dtype=torch.bool))))
+    batch = Batch(torch.ones(1, 1, dtype=torch.bool))
+    reducer.update(BlockEvent(0, 1, h, joins, mid + m, batch))
+    reducer.end_pass(batch)
     (figures,) = reducer.result().blocks
     assert figures.total_ratio.first == pytest.approx(1e-3 / 24_000, rel=1e-5)
     assert figures.writes[0].ratio.first == pytest.approx(10 / 24_000, rel=1e-6)
@@ -99,7 +101,9 @@ def test_nothing_carried_and_several_writes_of_a_kind() -> None:
         SublayerEvent(1, w, (Write("mlp", x), Write("mlp", 3 * x)), w + 4 * x),
     )
     reducer = WriteSizes()
-    reducer.update(BlockEvent(0, 1, x, joins, w + 4 * x, Batch(torch.ones(2, 4, dtype=torch.bool))))
+    batch = Batch(torch.ones(2, 4, dtype=torch.bool))
+    reducer.update(BlockEvent(0, 1, x, joins, w + 4 * x, batch))
+    reducer.end_pass(batch)
     (figures,) = reducer.result().blocks
     assert [(f.kind, f.sublayer) for f in figures.writes] == [("attn", 0), ("mlp", 1), ("mlp", 1)]
     assert math.isnan(figures.writes[0].ratio.all)

@@ -101,3 +101,21 @@ def test_refusals() -> None:
         QuantileSketch(0)
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
         QuantileSketch().quantile(1.5)
+
+
+def test_lanes_together_count_as_one_by_one() -> None:
+    values = np.abs(np.random.default_rng(0).normal(size=(4, 50))).astype(np.float32)
+    values[1, 3:6] = (0.0, np.inf, np.nan)
+    values[2] = np.nan
+    together, single = QuantileSketch(5), QuantileSketch(5)
+    for _ in range(2):
+        together.update_lanes(values, [0, 3, 4, 1])
+        for row, lane in zip(values, [0, 3, 4, 1], strict=True):
+            single.update(row, lane)
+    for lane in range(5):
+        assert together.count(lane) == single.count(lane)
+        assert together.num_nan(lane) == single.num_nan(lane)
+        assert str(together.quantile(0.3, lane)) == str(single.quantile(0.3, lane))
+    with pytest.raises(ValueError, match="non-negative"):
+        together.update_lanes(np.array([[1.0], [-2.0]]), [0, 1])
+    assert together.count(0) == single.count(0)

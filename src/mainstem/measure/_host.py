@@ -8,68 +8,101 @@ from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.measure._results import Split
-from mainstem.measure.events import Batch, HostBatch, Reducer
+from mainstem.measure.events import Batch, BlockEvent, HostBatch, Reducer
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 
 
 class HostReducer(Reducer):
-    """A reducer whose ``update`` makes small per-token tensors and whose ``take`` sums them on the host.
+    """A reducer whose ``collect`` makes small per-token tensors and whose ``take`` sums them on the host.
 
-    On a CPU they are taken at once. On an accelerator they wait until the pass is complete, so that no block
-    waits for a device synchronisation; what waits is a few numbers a token and block.
+    They wait until the pass is complete and are then taken together, blocks stacked: no block waits for a
+    device synchronisation, and what numpy costs is paid once a pass. A pass that breaks off leaves no trace.
+    What waits is a few numbers a token and block, however wide the stream is: 10 for the default reducers
+    together, which share them, 1.2 MB for 1,024 tokens and 30 blocks in fp32.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, Hashable, Sequence[Tensor]]] = []
+        self._waiting: dict[Hashable, tuple[Hashable, list[int], list[Sequence[Tensor]]]] = {}
 
-    def send(self, index: int, key: Hashable, tensors: Sequence[Tensor], batch: Batch) -> None:
-        """Hand small tensors of block or state ``index`` to ``take``, now or at the end of the pass."""
-        if _on_host(tensors):
-            self.take(index, key, [t.numpy() for t in tensors], batch.host)
-        else:
-            self._waiting.append((index, key, tensors))
+    def __getstate__(self) -> dict[str, Any]:
+        # What waits belongs to a pass that is not complete: what travels to another rank or a file is the
+        # sums.
+        return {**self.__dict__, "_waiting": {}}
+
+    def update(self, event: BlockEvent) -> None:
+        """Take in one block; block 0 begins a pass and drops what one that broke off has left."""
+        if event.block == 0:
+            self.forget_pass()
+        self.collect(event)
+
+    def forget_pass(self) -> None:
+        """Drop what waits for the end of a pass."""
+        self._waiting = {}
+
+    @abc.abstractmethod
+    def collect(self, event: BlockEvent) -> None:
+        """Make the small tensors of one block and ``send`` them."""
+
+    def send(self, index: int, key: Hashable, tensors: Sequence[Tensor]) -> None:
+        """Leave small tensors of block or state ``index`` for ``take`` at the end of the pass.
+
+        Those of one key must be alike but for their dtype, or differ in number or in the last one's shape.
+        """
+        kind = (key, len(tensors), tensors[-1].shape)
+        _, indices, rows = self._waiting.setdefault(kind, (key, [], []))
+        indices.append(index)
+        rows.append(tensors)
 
     def end_pass(self, batch: Batch) -> None:
         """Take in what waits."""
-        for index, key, tensors in self._waiting:
-            self.take(index, key, [t.cpu().numpy() for t in tensors], batch.host)
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, {}
+        for key, indices, rows in waiting.values():
+            columns = [_stack(column) for column in zip(*rows, strict=True)]
+            self.take(indices, key, columns, batch.host)
 
     @abc.abstractmethod
-    def take(self, index: int, key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
-        """Add arrays of block or state ``index``, each ``[batch * pos]`` unless the class says otherwise."""
+    def take(self, indices: list[int], key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
+        """Add what was sent under one key: arrays ``[len(indices), batch * pos]``, the row ``i`` of each that
+        of block or state ``indices[i]``. The last axis is another where the class says so.
+        """
 
 
-def _on_host(tensors: Sequence[Tensor]) -> bool:
-    return all(t.device.type == "cpu" for t in tensors)
+def _stack(tensors: Sequence[Tensor]) -> NDArray[Any]:
+    if len({t.device for t in tensors}) > 1:
+        tensors = [t.cpu() for t in tensors]
+    return torch.stack(list(tensors)).cpu().numpy()
 
 
 class SplitSums:
     """Sums and counts in fp64, the first tokens and the rest apart, for any number of named figures."""
 
     def __init__(self) -> None:
-        self._sums: dict[Hashable, NDArray[np.float64]] = {}
+        self._sums: dict[Hashable, list[float]] = {}
 
-    def add(self, key: Hashable, values: Floats, host: HostBatch) -> None:
-        """Add a per-token figure ``[batch * pos]``; padding is left out, nan and inf are kept."""
-        rest, first = values[host.rest], values[host.first]
-        self.add_sums(key, _sum(rest), rest.size, _sum(first), first.size)
+    def add(self, keys: Sequence[Hashable], values: Floats, host: HostBatch) -> None:
+        """Add per-token figures ``[len(keys), batch * pos]``; padding is left out, nan and inf are kept."""
+        rest, first = (_sum(values.take(places, axis=1)) for places in (host.rest, host.first))
+        for key, of_rest, of_first in zip(keys, rest, first, strict=True):
+            self.add_sums(key, of_rest, host.rest.size, of_first, host.first.size)
 
     def add_sums(self, key: Hashable, rest: float, num_rest: float, first: float, num_first: float) -> None:
         """Add ready sums with the weights they are to be divided by."""
-        sums = self._sums.setdefault(key, np.zeros(4))
-        sums += (rest, num_rest, first, num_first)
+        self._add(key, (rest, num_rest, first, num_first))
+
+    def _add(self, key: Hashable, new: Sequence[float]) -> None:
+        old = self._sums.get(key, (0.0, 0.0, 0.0, 0.0))
+        self._sums[key] = [a + b for a, b in zip(old, new, strict=True)]
 
     def merge(self, other: SplitSums) -> None:
         """Add another's sums."""
         for key, sums in other._sums.items():
-            mine = self._sums.setdefault(key, np.zeros(4))
-            mine += sums
+            self._add(key, sums)
 
     @property
     def names(self) -> list[Any]:
@@ -80,15 +113,15 @@ class SplitSums:
         """The means; nan where there was no token."""
         if key not in self._sums:
             return Split.undefined()
-        rest, num_rest, first, num_first = (float(v) for v in self._sums[key])
+        rest, num_rest, first, num_first = self._sums[key]
         total, num = rest + first, num_rest + num_first
         return Split(ratio(rest, num_rest), ratio(first, num_first), ratio(total, num))
 
 
-def _sum(values: Floats) -> float:
+def _sum(values: Floats) -> list[float]:
     # inf - inf among the values is a nan to be reported, not a fault of the sum.
     with np.errstate(invalid="ignore", over="ignore"):
-        return float(values.sum(dtype=np.float64))
+        return values.sum(axis=1, dtype=np.float64).tolist()
 
 
 def ratio(total: float, weight: float) -> float:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mainstem.measure.geometry import BlockGeometry, KnownState
+from mainstem.measure.geometry import Asked, BlockGeometry, KnownState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +103,11 @@ class Batch:
 
     @functools.cached_property
     def _places(self) -> dict[tuple[str, torch.device, int], Tensor]:
+        return {}
+
+    @functools.cached_property
+    def asked(self) -> Asked:
+        """What the blocks of this pass were asked for so far: the next one works it out in one go."""
         return {}
 
     @functools.cached_property

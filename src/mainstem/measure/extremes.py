@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mainstem.measure._host import HostReducer, ratio
+from mainstem.measure._host import Floats, HostReducer, ratio
 from mainstem.measure._results import Result, require_positive
 from mainstem.measure.events import Batch, BlockEvent, HostBatch
-from mainstem.measure.geometry import flat_streams, measuring_dtype, token_largest
+from mainstem.measure.geometry import flat_streams, measuring_dtype
 from mainstem.measure.sketch import QuantileSketch
 
 MASSIVE_VALUE = 100.0
@@ -79,14 +79,25 @@ class ExtremesResult(Result):
     dtype: str
 
 
+class _Plan(NamedTuple):
+    """What the states of a pass have in common: the mask it was made for, a token's entries, which tokens
+    ``[2, batch * pos]`` are of the rest and which are first, and the flat places of the sampled entries.
+    """
+
+    mask: Tensor
+    width: int
+    groups: Tensor
+    sample: Tensor | None
+
+
 class LargestActivations(HostReducer):
     """The largest activation of every state: value, sequence, position, channel, token. See `StateExtremes`.
 
     Args:
         median_samples: entries drawn for the median of ``|h|``, a state and pass, evenly over the entries of
             real tokens. The exact median of ``[4, 256, 576]`` takes 3.3 ms a state; 4,096 samples 0.05 ms,
-            with a standard error of ``1.2 / sqrt(samples)``: 1.8 % after one pass, 0.6 % after ten. None
-            counts every entry.
+            with a standard error of ``1.2 / sqrt(samples)``: 1.8 % after one pass, 0.6 % after ten. They wait
+            until the pass is complete, as do two tokens' entries a state. None counts every entry.
         median_error: promised relative error of the sketch that holds the samples; with
             ``median_samples=None`` this is all the error there is.
 
@@ -106,68 +117,101 @@ class LargestActivations(HostReducer):
         self._num_states = 0
         self._width = 1
         self._dtype: torch.dtype | None = None
-        self._drawn: tuple[Tensor, tuple[int, torch.device], Tensor] | None = None
+        self._plan: _Plan | None = None
+        self._counted: QuantileSketch | None = None
 
-    def update(self, event: BlockEvent) -> None:
-        """Take in the states of one block."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_plan": None, "_counted": None}
+
+    def collect(self, event: BlockEvent) -> None:
+        """Find the largest entries of one block's states and draw samples."""
         for state, x in event.states():
             self._num_states = max(self._num_states, state + 1)
             self._width, self._dtype = x.shape[-1], x.dtype
-            flat = flat_streams(x)
-            largest = token_largest(x)
-            for which in ("rest", "first"):
-                places = event.batch.places(which, x.device)
-                if places.numel():
-                    # A token with a nan or an inf is counted by `StreamNorms`; here it must not mask the
-                    # others.
-                    sizes = largest.index_select(0, places).nan_to_num(nan=-1.0, posinf=-1.0)
-                    place = places.index_select(0, sizes.argmax(keepdim=True))
-                    row = flat.index_select(0, place).squeeze(0)
-                    channel = row.abs().argmax(keepdim=True)
-                    value = row.index_select(0, channel).to(measuring_dtype(x.dtype))
-                    self.send(state, which, [value, place, channel], event.batch)
-            sample = self._draw(flat, event.batch).to(measuring_dtype(x.dtype))
-            self.send(state, "sample", [sample.abs()], event.batch)
+            flat, plan = flat_streams(x), self._plan_for(x, event.batch)
+            # A token with a nan or an inf is counted by `StreamNorms`; here it must not mask the others.
+            sizes = event.geometry.largest(x).nan_to_num(nan=-1.0, posinf=-1.0)
+            place = torch.where(plan.groups, sizes, -2.0).argmax(-1)
+            rows = flat.index_select(0, place).to(measuring_dtype(x.dtype))
+            self.send(state, "largest", [place, rows])
+            if plan.sample is not None:
+                sample = flat.reshape(-1).index_select(0, plan.sample)
+                self.send(state, "sample", [sample.to(measuring_dtype(x.dtype))])
+            else:
+                self._count(state, flat.index_select(0, event.batch.places("all", x.device)))
 
-    def _draw(self, flat: Tensor, batch: Batch) -> Tensor:
-        """Return entries of real tokens, evenly spread, the same ones whatever the padding."""
+    def _plan_for(self, x: Tensor, batch: Batch) -> _Plan:
+        width = x.shape[2:].numel()
+        plan = self._plan
+        if (
+            plan is None
+            or plan.mask is not batch.mask
+            or (plan.width, plan.groups.device) != (width, x.device)
+        ):
+            groups = torch.stack([batch.is_rest.reshape(-1), batch.is_first.reshape(-1)]).to(x.device)
+            plan = self._plan = _Plan(batch.mask, width, groups, self._draw(width, x.device, batch))
+        return plan
+
+    def _draw(self, width: int, device: torch.device, batch: Batch) -> Tensor | None:
+        """Return flat places of entries of real tokens, evenly spread, the same ones whatever the padding."""
         if self.median_samples is None:
-            return flat.index_select(0, batch.places("all", flat.device)).reshape(-1)
-        key = (flat.shape[1], flat.device)
-        if self._drawn is None or self._drawn[0] is not batch.mask or self._drawn[1] != key:
-            places = batch.places("all", flat.device)
-            total = places.numel() * flat.shape[1]
-            # Odd, so that it meets every channel of an even width.
-            stride = max(1, total // self.median_samples) | 1
-            entry = torch.arange(0, total, stride, device=flat.device)[: self.median_samples]
-            place = places[entry // flat.shape[1]]
-            self._drawn = (batch.mask, key, place * flat.shape[1] + entry % flat.shape[1])
-        return flat.reshape(-1).index_select(0, self._drawn[2])
+            return None
+        places = batch.places("all", device)
+        total = places.numel() * width
+        # Odd, so that it meets every channel of an even width.
+        stride = max(1, total // self.median_samples) | 1
+        entry = torch.arange(0, total, stride, device=device)[: self.median_samples]
+        return places[entry // width] * width + entry % width
+
+    def _count(self, state: int, x: Tensor) -> None:
+        """Count every entry, apart from those of earlier passes: held they would be a copy of every state."""
+        if self._counted is None:
+            self._counted = QuantileSketch(relative_error=self._sketch.relative_error)
+        self._counted.grow(state + 1)
+        self._counted.update(x.to(measuring_dtype(x.dtype)).abs().cpu().numpy(), state)
+
+    def forget_pass(self) -> None:
+        """Drop what waits for the end of a pass."""
+        super().forget_pass()
+        self._plan = self._counted = None
 
     def end_pass(self, batch: Batch) -> None:
         """Take in what waits and let go of the pass."""
         super().end_pass(batch)
-        self._drawn = None
+        if self._counted is not None:
+            self._sketch.merge(self._counted)
+        self._plan = self._counted = None
 
-    def take(self, index: int, key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
-        """Add ``[value, place, channel]`` of the largest activation, or a ``[sample]`` of absolute values."""
+    def take(self, indices: list[int], key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
+        """Add the tokens of the largest activation, of the rest and of the first, ``[len(indices), 2]``, and
+        their entries, ``[len(indices), 2, n * width]``; or a sample of entries, ``[len(indices), samples]``.
+        """
         if key == "sample":
-            self._sketch.grow(index + 1)
-            self._sketch.update(arrays[0], index)
+            self._sketch.grow(max(indices) + 1)
+            self._sketch.update_lanes(np.abs(arrays[0]), indices)
             return
-        value, place, channel = float(arrays[0][0]), int(arrays[1][0]), int(arrays[2][0])
-        if math.isfinite(value):
-            self._offer(
-                (index, key),
-                Activation(
-                    value=value,
-                    sequence=int(host.sequence[place]),
-                    position=int(host.position[place]),
-                    channel=channel % self._width,
-                    stream=channel // self._width,
-                    token_id=host.token_id(place),
-                ),
+        places, rows = arrays
+        channels = np.abs(rows).argmax(-1)
+        values = np.take_along_axis(rows, channels[..., None], -1).squeeze(-1)
+        # Without such a token, or with none of finite entries only, the place is not one of them.
+        position = host.position[places]
+        found = np.isfinite(values) & np.stack([position[:, 0] > 0, position[:, 1] == 0], 1)
+        for i, group in np.argwhere(found).tolist():
+            where = (indices[i], ("rest", "first")[group])
+            self._find(where, float(values[i, group]), int(places[i, group]), int(channels[i, group]), host)
+
+    def _find(self, key: tuple[int, str], value: float, place: int, channel: int, host: HostBatch) -> None:
+        old = self._largest.get(key)
+        if old is None or abs(value) >= abs(old.value):
+            activation = Activation(
+                value=value,
+                sequence=int(host.sequence[place]),
+                position=int(host.position[place]),
+                channel=channel % self._width,
+                stream=channel // self._width,
+                token_id=host.token_id(place),
             )
+            self._offer(key, activation)
 
     def _offer(self, key: tuple[int, str], new: Activation) -> None:
         old = self._largest.get(key)
@@ -264,21 +308,24 @@ class FirstNonFinite(HostReducer):
         self._first: tuple[tuple[int, int, int, int], NonFiniteSite] | None = None
         self._num = 0
 
-    def update(self, event: BlockEvent) -> None:
-        """Take in one block."""
+    def collect(self, event: BlockEvent) -> None:
+        """Send the norms at one block's sites."""
         geometry = event.geometry
         sites = [("before", geometry.norm(event.before))] if event.block == 0 else []
         sites += [(f"{w.kind}[{w.sublayer}]", w.norm) for w in geometry.writes]
         sites.append(("after", geometry.norm(event.after)))
         for order, (site, norm) in enumerate(sites):
-            self.send(event.block, (order, site), [norm], event.batch)
+            self.send(event.block, (order, site), [norm])
 
-    def take(self, index: int, key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
-        """Add the ``[norm]`` of one site."""
-        (norm,) = arrays
+    def take(self, indices: list[int], key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
+        """Add the ``[norm]`` of one site of each block."""
         # nan and inf survive a sum; padding may hold them too, so the slow look decides.
-        if math.isfinite(float(norm.sum())):
-            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            suspect = ~np.isfinite(arrays[0].sum(1))
+        for row in np.flatnonzero(suspect):
+            self._look(indices[row], key, arrays[0][row], host)
+
+    def _look(self, block: int, key: tuple[int, str], norm: Floats, host: HostBatch) -> None:
         places = np.concatenate([host.first, host.rest])
         bad = places[~np.isfinite(norm[places])]
         self._num += bad.size
@@ -287,8 +334,8 @@ class FirstNonFinite(HostReducer):
             # The lowest flat place is the first position of the first sequence.
             p = int(bad.min())
             sequence, position = int(host.sequence[p]), int(host.position[p])
-            found = NonFiniteSite(index, site, sequence, position, host.token_id(p))
-            self._offer(((index, order, sequence, position), found))
+            found = NonFiniteSite(block, site, sequence, position, host.token_id(p))
+            self._offer(((block, order, sequence, position), found))
 
     def _offer(self, found: tuple[tuple[int, int, int, int], NonFiniteSite]) -> None:
         if self._first is None or found[0] < self._first[0]:

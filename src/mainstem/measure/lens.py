@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.measure._host import SplitSums
@@ -128,7 +129,8 @@ class LogitLens(Reducer):
     """The logit lens (nostalgebraist 2020) at every state, against the model's own logits. See `StateLens`.
 
     The final logits of a pass must be known before its first event: run the model once for its logits and its
-    tail, hand them to ``begin_pass``, and record the second run. So nothing is held that grows with depth.
+    tail, hand them to ``begin_pass``, and record the second run. So nothing is held that grows with depth but
+    three numbers a token and state, until the pass is complete.
 
     Args:
         chunk_tokens: tokens compared at a time.
@@ -143,10 +145,11 @@ class LogitLens(Reducer):
         self.chunk_tokens = require_positive("chunk_tokens", chunk_tokens)
         self._sums = SplitSums()
         self._pass: tuple[_Final, Callable[[Tensor], Tensor]] | None = None
+        self._waiting: list[tuple[int, NDArray[np.float64]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # A tail is a model: what travels to another rank or a file is the sums.
-        return {**self.__dict__, "_pass": None}
+        return {**self.__dict__, "_pass": None, "_waiting": []}
 
     def begin_pass(self, final_logits: Tensor, tail: Callable[[Tensor], Tensor]) -> None:
         """Give what the pass that is about to be recorded is compared with.
@@ -157,6 +160,7 @@ class LogitLens(Reducer):
                 unembedding, soft-cap and scale; a state of this pass, ``[batch, pos, width]`` or
                 ``[batch, pos, n, width]``, to ``[batch, pos, vocab]``.
         """
+        self._waiting = []
         self._pass = (_Final(final_logits.detach().flatten(0, 1), self.chunk_tokens), tail)
 
     def update(self, event: BlockEvent) -> None:
@@ -169,7 +173,6 @@ class LogitLens(Reducer):
             raise RuntimeError(
                 "The logit lens has nothing to compare with: call begin_pass before each pass."
             )
-        host = event.batch.host
         final, tail = self._pass
         for state, x in event.states():
             with torch.no_grad():
@@ -178,12 +181,13 @@ class LogitLens(Reducer):
             places = event.batch.places("all", final.logits.device)
             found = final.divergence(logits.to(final.logits.device), places)
             figures[:, places.cpu().numpy()] = [t.cpu().double().numpy() for t in found]
-            for name, values in zip(Divergence._fields, figures, strict=True):
-                self._sums.add((state, name), values, host)
+            self._waiting.append((state, figures))
 
     def end_pass(self, batch: Batch) -> None:
-        """Let go of the pass's logits."""
-        self._pass = None
+        """Add what the states of the pass have given, and let go of its logits."""
+        for state, figures in self._waiting:
+            self._sums.add([(state, name) for name in Divergence._fields], figures, batch.host)
+        self._pass, self._waiting = None, []
 
     def merge(self, other: Self) -> None:
         """Add what ``other`` has seen."""

@@ -88,31 +88,38 @@ class StreamNorms(HostReducer):
         self._sketch = QuantileSketch()  # lanes 2l: rest of state l; 2l + 1: first tokens
         self._largest: dict[int, list[NamedNorm]] = {}
 
-    def update(self, event: BlockEvent) -> None:
-        """Take in the states of one block."""
+    def collect(self, event: BlockEvent) -> None:
+        """Send the norms of one block's states."""
         for state, x in event.states():
-            self.send(state, None, [event.geometry.norm(x)], event.batch)
+            self.send(state, None, [event.geometry.norm(x)])
 
-    def take(self, index: int, key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
-        """Add ``[norm]`` of one state."""
-        (norm,) = arrays
-        self._sums.add(index, norm, host)
-        self._sketch.grow(2 * index + 2)
-        rest = norm[host.rest]
-        self._sketch.update(rest, 2 * index)
-        self._sketch.update(norm[host.first], 2 * index + 1)
-        chosen = (
-            np.argpartition(-rest, NUM_NAMED)[:NUM_NAMED] if rest.size > NUM_NAMED else np.arange(rest.size)
-        )
-        named = self._largest.setdefault(index, [])
+    def take(self, indices: list[int], key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
+        """Add the ``[norm]`` of each state."""
+        (norms,) = arrays
+        self._sums.add(indices, norms, host)
+        self._sketch.grow(2 * max(indices) + 2)
+        rest = norms.take(host.rest, axis=1)
+        self._sketch.update_lanes(rest, [2 * index for index in indices])
+        self._sketch.update_lanes(norms.take(host.first, axis=1), [2 * index + 1 for index in indices])
+        if rest.shape[1] > NUM_NAMED:
+            chosen = np.argpartition(-rest, NUM_NAMED, axis=1)[:, :NUM_NAMED]
+        else:
+            chosen = np.broadcast_to(np.arange(rest.shape[1]), rest.shape)
+        places, sizes = host.rest[chosen], np.take_along_axis(rest, chosen, axis=1)
+        for index, place, size in zip(indices, places.tolist(), sizes.tolist(), strict=True):
+            self._name(index, place, size, host)
+
+    def _name(self, state: int, places: list[int], norms: list[float], host: HostBatch) -> None:
+        """Offer some tokens as the largest of a state."""
+        named = self._largest.setdefault(state, [])
         floor = named[-1].norm if len(named) == NUM_NAMED else -math.inf
-        places = [int(p) for p in host.rest[chosen] if norm[p] >= floor]
-        if places:
-            found = [
-                NamedNorm(float(norm[p]), int(host.sequence[p]), int(host.position[p]), host.token_id(p))
-                for p in places
-            ]
-            self._largest[index] = _largest(named + found)
+        found = [
+            NamedNorm(norm, int(host.sequence[p]), int(host.position[p]), host.token_id(p))
+            for p, norm in zip(places, norms, strict=True)
+            if norm >= floor
+        ]
+        if found:
+            self._largest[state] = _largest(named + found)
 
     def merge(self, other: Self) -> None:
         """Add what ``other`` has seen."""

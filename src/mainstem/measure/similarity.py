@@ -72,17 +72,17 @@ class BlockInfluence(HostReducer):
         super().__init__()
         self._sums = SplitSums()
 
-    def update(self, event: BlockEvent) -> None:
-        """Take in one block."""
+    def collect(self, event: BlockEvent) -> None:
+        """Send the figures of one block."""
         geometry = event.geometry
         norms = [geometry.norm(event.before), geometry.norm(event.after)]
-        self.send(event.block, None, [geometry.before_dot_after, *norms], event.batch)
+        self.send(event.block, None, [geometry.before_dot_after, *norms])
 
-    def take(self, index: int, key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
-        """Add ``[<h, h'>, |h|, |h'|]`` of one block."""
+    def take(self, indices: list[int], key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
+        """Add ``[<h, h'>, |h|, |h'|]`` of each block."""
         cosines = cosine(*arrays)
-        self._sums.add((index, "influence"), 1.0 - cosines, host)
-        self._sums.add((index, "angle"), np.arccos(cosines) / math.pi, host)
+        self._sums.add([(index, "influence") for index in indices], 1.0 - cosines, host)
+        self._sums.add([(index, "angle") for index in indices], np.arccos(cosines) / math.pi, host)
 
     def merge(self, other: Self) -> None:
         """Add what ``other`` has seen."""
@@ -150,6 +150,10 @@ class AngularDistances(Reducer):
         self._held: list[Tensor] = []
         self._sum: NDArray[np.float64] | None = None
         self._num_tokens = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is held belongs to a pass that is not complete.
+        return {**self.__dict__, "_held": []}
 
     def update(self, event: BlockEvent) -> None:
         """Hold the chosen tokens of one block's states."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -63,25 +64,38 @@ class QuantileSketch:
         Raises:
             ValueError: a value is negative.
         """
-        values = values.reshape(-1)
+        self.update_lanes(values.reshape(1, -1), [lane])
+
+    def update_lanes(self, values: NDArray[np.floating[Any]], lanes: Sequence[int]) -> None:
+        """Count values ``[len(lanes), any]``, each row in a lane of its own; faster than one after another.
+
+        Raises:
+            ValueError: a value is negative.
+        """
         if values.size == 0:
             return
         # One fp32 logarithm is off by 1e-6 at |log x| = 16, half a percent of a bucket: fp64 keeps the
         # promise.
         with np.errstate(divide="ignore", invalid="ignore"):
-            exponents = np.log(values.astype(np.float64))
-        if not np.isfinite(exponents).all():
-            if (values < 0).any():
-                raise ValueError(
-                    f"A quantile sketch counts non-negative values; got {values[values < 0][0]}."
-                )
-            self._special[lane] += ((values == 0).sum(), np.isposinf(values).sum(), np.isnan(values).sum())
-            exponents = exponents[np.isfinite(exponents)]
-            if exponents.size == 0:
-                return
-        buckets = np.ceil(exponents / self._log_base).astype(np.int64)
-        low = int(buckets.min())
-        self._add(lane, low, np.bincount(buckets - low))
+            exponents = np.log(values, dtype=np.float64)
+        finite: NDArray[np.bool_] = np.all(np.isfinite(exponents), axis=1)
+        if not finite.all():
+            negative = np.extract(values < 0, values)
+            if negative.size:
+                raise ValueError(f"A quantile sketch counts non-negative values; got {negative[0]}.")
+        exponents /= self._log_base
+        np.ceil(exponents, out=exponents)
+        for row, lane in enumerate(lanes):
+            whole = exponents[row]
+            if not finite[row]:
+                x = values[row]
+                self._special[lane] += ((x == 0).sum(), np.isposinf(x).sum(), np.isnan(x).sum())
+                whole = whole[np.isfinite(whole)]
+            if whole.size:
+                buckets = whole.astype(np.int64)
+                low = int(buckets.min())
+                buckets -= low
+                self._add(lane, low, np.bincount(buckets))
 
     def _add(self, lane: int, low: int, counts: NDArray[np.int64]) -> None:
         mine, offset = self._counts[lane], self._offsets[lane]

@@ -98,26 +98,28 @@ class WriteSizes(HostReducer):
         super().__init__()
         self._sums = SplitSums()
 
-    def update(self, event: BlockEvent) -> None:
-        """Take in one block."""
+    def collect(self, event: BlockEvent) -> None:
+        """Send the figures of one block."""
         geometry, block = event.geometry, event.block
         for order, write in enumerate(geometry.writes):
             key = (order, write.sublayer, write.kind)
             if write.carried_norm is None or write.dot is None:
-                self.send(block, key, [write.norm], event.batch)
+                self.send(block, key, [write.norm])
             else:
-                self.send(block, key, [write.norm, write.carried_norm, write.dot], event.batch)
+                self.send(block, key, [write.norm, write.carried_norm, write.dot])
         if geometry.total is not None:
             norm, dot = geometry.total
-            self.send(block, "total", [norm, geometry.norm(event.before), dot], event.batch)
+            self.send(block, "total", [norm, geometry.norm(event.before), dot])
 
-    def take(self, index: int, key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
-        """Add ``[|w|, |c|, <w, c>]`` of one write, or ``[|w|]`` where nothing was carried."""
-        self._sums.add((index, key, "norm"), arrays[0], host)
+    def take(self, indices: list[int], key: Any, arrays: list[NDArray[Any]], host: HostBatch) -> None:
+        """Add ``[|w|, |c|, <w, c>]`` of one write of each block, or ``[|w|]`` where nothing was carried."""
+        figures = {"norm": arrays[0]}
         if len(arrays) == 3:
             size, reference, dot = arrays
-            self._sums.add((index, key, "ratio"), relative_size(size, reference), host)
-            self._sums.add((index, key, "cosine"), cosine(dot, size, reference), host)
+            figures["ratio"] = relative_size(size, reference)
+            figures["cosine"] = cosine(dot, size, reference)
+        for name, values in figures.items():
+            self._sums.add([(index, key, name) for index in indices], values, host)
 
     def merge(self, other: Self) -> None:
         """Add what ``other`` has seen."""
