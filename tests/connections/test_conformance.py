@@ -33,9 +33,12 @@ from torch.utils._pytree import tree_leaves
 from mainstem.connections import (
     Connection,
     DeepNorm,
+    GRUGate,
+    Highway,
     HyperConnections,
     IdentityHC,
     IndependentHC,
+    Laurel,
     Mhc,
     NoResidual,
     NormConfig,
@@ -75,6 +78,14 @@ CASES: list[Scheme] = [
     Mhc(**CONVENTIONS["deepseek_v4"]),
     Mhc(exact_start=True),
     Mhc(mixing="cayley", exact_start=True),
+    Laurel(),
+    Laurel(variant="rw"),
+    Laurel(variant="rw+lr", rank=4),
+    Laurel(variant="pa"),
+    Laurel(exact_start=True),
+    Highway(),
+    GRUGate(),
+    GRUGate(relu=False, bias_start=0.0),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -8,14 +8,24 @@ import pytest
 import torch
 
 from mainstem.connections import NormConfig, make_scheme, scheme_names
-from mainstem.errors import BooksError, MainstemError
+from mainstem.errors import BooksError, StreamNotFoundError
 from mainstem.observe import Ledger, find_stream, ledger, tower_ledger
 from mainstem.tower import Tower, TowerConfig
 
 # fp32: 192 carries through norms, each rounding at 6e-8 of a row that may be 30 times the sum; measured
 # 2.5e-6.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-SINGLE_CARRIED = {"pre_norm", "sandwich_norm", "reordered_norm"}
+SINGLE_CARRIED = {
+    "depth_scaled",
+    "layer_norm_scaling",
+    "layer_scale",
+    "pre_norm",
+    "reordered_norm",
+    "rezero",
+    "sandwich_norm",
+    "stochastic_depth",
+    "sub_norm",
+}
 # Streams that start as copies and are mixed with weights that sum to one stay copies of what they started as.
 MIXED_WHOLE = {"hyper_connections", "identity_hc", "independent_hc", "mhc"}
 
@@ -41,8 +51,11 @@ def make_tower(
     return tower
 
 
-# What is carried there goes through a matrix or a gate that depends on the update.
-NOT_BY_DATA_FLOW: set[str] = set()
+# Gates, and a matrix on what is carried: to the data flow these replace the stream; the last write has all.
+NOT_BY_DATA_FLOW = {"gru_gate", "highway", "laurel"}
+# Between blocks its pair is one tensor; data flow takes a block for one write without a residual, since the
+# stream goes on inside by two ways of which one is normed (QUARANTINES.md).
+MISREAD_BY_DATA_FLOW = {"b2t"}
 
 
 def by_data_flow(connection: str) -> bool:
@@ -58,9 +71,13 @@ def both(tower: Tower) -> tuple[Ledger, Ledger]:
     ids = torch.randint(0, 50, (2, 7))
     inputs = {"token_ids": ids}
     linearized = tower_ledger(tower, ids)
-    if not by_data_flow(tower.config.connection):
-        with pytest.raises(MainstemError):
-            ledger(tower, inputs, find_stream(tower, inputs))
+    if tower.config.connection in MISREAD_BY_DATA_FLOW:
+        return linearized, linearized
+    connection = tower.config.connection
+    if make_scheme(connection).properties.has_history:
+        with pytest.raises(StreamNotFoundError):
+            find_stream(tower, inputs)
+    if not by_data_flow(connection):
         return linearized, linearized
     return linearized, ledger(tower, inputs, find_stream(tower, inputs))
 

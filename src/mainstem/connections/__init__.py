@@ -16,9 +16,12 @@ from mainstem.connections._base import (
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
+from mainstem.connections.gru_gate import GRUGate, GRUGateConnection
+from mainstem.connections.highway import Highway, HighwayConnection
 from mainstem.connections.hyper_connections import HyperConnection, HyperConnections
 from mainstem.connections.identity_hc import IdentityHC, IdentityHCConnection
 from mainstem.connections.independent_hc import IndependentHC, IndependentHCConnection
+from mainstem.connections.laurel import Laurel, LaurelConnection
 from mainstem.connections.mhc import Mhc, MhcConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
@@ -36,12 +39,18 @@ __all__ = [
     "Context",
     "DeepNorm",
     "DeepNormConnection",
+    "GRUGate",
+    "GRUGateConnection",
+    "Highway",
+    "HighwayConnection",
     "HyperConnection",
     "HyperConnections",
     "IdentityHC",
     "IdentityHCConnection",
     "IndependentHC",
     "IndependentHCConnection",
+    "Laurel",
+    "LaurelConnection",
     "Mhc",
     "MhcConnection",
     "NoResidual",

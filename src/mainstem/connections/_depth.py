@@ -71,6 +71,8 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     Computed in the weights' dtype (fp32 at least, as they come) and returned in the sources'. Cost: n
     multiply-adds a channel, n + 1 elements moved and 2n more by the stack; saves no stack.
     """
+    if torch.compiler.is_compiling():  # the compiler decides itself what to compute again
+        return _combine(weights, torch.stack(tuple(sources), dim=-2))
     return cast(Tensor, _WeightedSum.apply(weights, *sources))
 
 
@@ -113,4 +115,7 @@ def depth_scores(query: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor
     ``query`` is ``[width]``, the norm's gain already in it; computed in its dtype. Cost: 2n multiply-adds a
     channel; saves no stack.
     """
+    if torch.compiler.is_compiling():
+        scale, dot = _scale_and_dot(query, eps, sources)
+        return scale * dot
     return cast(Tensor, _Scores.apply(query, eps, *sources))

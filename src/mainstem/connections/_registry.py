@@ -7,9 +7,12 @@ from typing import Any
 
 from mainstem.connections._base import Scheme
 from mainstem.connections.deep_norm import DeepNorm
+from mainstem.connections.gru_gate import GRUGate
+from mainstem.connections.highway import Highway
 from mainstem.connections.hyper_connections import HyperConnections
 from mainstem.connections.identity_hc import IdentityHC
 from mainstem.connections.independent_hc import IndependentHC
+from mainstem.connections.laurel import Laurel
 from mainstem.connections.mhc import Mhc
 from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
@@ -33,6 +36,9 @@ SCHEMES: dict[str, type[Scheme]] = {
         IdentityHC,
         IndependentHC,
         Mhc,
+        Laurel,
+        Highway,
+        GRUGate,
     )
 }
 
