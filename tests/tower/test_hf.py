@@ -102,7 +102,8 @@ def test_generate_is_greedy_decoding_with_or_without_cache(connection: str) -> N
     expected = tokens()
     for _ in range(8):
         expected = torch.cat((expected, face.tower(expected)[:, -1:].argmax(-1)), dim=1)
-    for use_cache in (True, False):
+    refused = "kv_cache" in face.tower.config.scheme().refuses
+    for use_cache in (False,) if refused else (True, False):
         made = face.generate(tokens(), max_new_tokens=8, do_sample=False, use_cache=use_cache, pad_token_id=0)
         assert torch.equal(made, expected)
 

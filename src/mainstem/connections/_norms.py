@@ -110,3 +110,10 @@ def frozen_norm(norm: nn.Module, x: Tensor) -> tuple[Callable[[Tensor], Tensor],
     raise ConfigError(
         f"cannot freeze a {type(norm).__name__}; expected nn.LayerNorm, nn.RMSNorm or UnitOffsetRMSNorm."
     )
+
+
+def set_gain(norm: nn.Module, gain: float) -> None:
+    """Set every channel's gain of a norm that :class:`NormConfig` built."""
+    weight = norm.weight
+    assert isinstance(weight, nn.Parameter)
+    nn.init.constant_(weight, gain - 1.0 if isinstance(norm, UnitOffsetRMSNorm) else gain)

@@ -75,6 +75,7 @@ SHAPE = frozenset(
         "get:mH",
         "_to_copy",
         "masked_fill",
+        "cumsum",
         "dropout1d",
         "feature_dropout",
         "alpha_dropout",

@@ -40,6 +40,7 @@ class Tower(nn.Module):
         self.gradient_checkpointing = False
         scheme = config.scheme()
         self.refuses_cache = scheme.refuses.get("kv_cache")
+        self.refuses_left_padding = scheme.refuses.get("left_padding")
         self.trunk = scheme.build(width=config.width, num_sublayers=config.num_sublayers, norm=config.norm)
         connections = self.trunk.release_connections()
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
@@ -75,14 +76,20 @@ class Tower(nn.Module):
             ``[batch, pos, vocab_size]`` in the weights' dtype.
 
         Raises:
-            ConfigError: more positions than a learned table has rows, a mask of another size, or a cache
-                that the connection refuses.
+            ConfigError: more positions than a learned table has rows, a mask of another size, or a cache or
+                padding that the connection refuses.
         """
         if cache is not None and self.refuses_cache is not None:
             raise ConfigError(
                 f"connection {self.config.connection!r} cannot read token by token: {self.refuses_cache} "
                 "Pass cache=None (use_cache=False)."
             )
+        if self.refuses_left_padding is not None and attention_mask is not None:
+            if not bool(attention_mask[:, 0].all()):
+                raise ConfigError(
+                    f"connection {self.config.connection!r} cannot take padding on the left: "
+                    f"{self.refuses_left_padding} Pad on the right."
+                )
         num_past = 0 if cache is None else cache.get_seq_length()
         positions = self._positions(token_ids, attention_mask, positions, num_past)
         places = self.places(positions, attention_mask, num_past)
