@@ -30,6 +30,7 @@ from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConn
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
 
+from mainstem.connections._policy import StreamModule
 from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "SandwichNormConnection",
     "Scheme",
     "Stream",
+    "StreamModule",
     "Trunk",
     "UnitOffsetRMSNorm",
     "X0Reinjection",

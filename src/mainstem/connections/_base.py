@@ -19,9 +19,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm
+from mainstem.connections._policy import StreamModule
 from mainstem.errors import ConfigError
 
 Stream: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -89,7 +91,7 @@ class ParameterGroup:
     weight_decay: bool = False
 
 
-class Connection(nn.Module, abc.ABC):
+class Connection(StreamModule, abc.ABC):
     """Joins one sublayer to the stream and owns that sublayer's norms."""
 
     @abc.abstractmethod
@@ -120,12 +122,16 @@ class Connection(nn.Module, abc.ABC):
         return [ParameterGroup(parameters)] if parameters else []
 
     def forward(self, stream: Stream, branch: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Stream:
-        """Run ``branch`` (any module ``[batch, pos, width]`` -> the same) inside this connection."""
+        """Run ``branch`` (any module ``[batch, pos, width]`` -> the same) inside this connection.
+
+        The branch reads in its own dtype and what it returns is written in the stream's; see `StreamModule`.
+        """
         read, context = self.read(stream)
-        return self.write(stream, branch(read, *args, **kwargs), context)
+        update = branch(self.branch_of(read), *args, **kwargs)
+        return self.write(stream, self.stream_of(update), context)
 
 
-class Trunk(nn.Module):
+class Trunk(StreamModule):
     """A whole stack's connections, with the way into the stream and out of it.
 
     ``expand`` turns the embedding into the stream; ``connections[i]`` joins sublayer ``i``; ``collapse``
@@ -154,6 +160,19 @@ class Trunk(nn.Module):
     def linearize_collapse(self, stream: Stream) -> Callable[[Stream], Tensor]:
         """Return ``collapse`` less its offset as a linear map with coefficients frozen at ``stream``."""
         return self.collapse
+
+    def enter(self, x: Tensor) -> Stream:
+        """``[batch, pos, width]`` in the model's dtype -> Stream in its own."""
+        return self.expand(self.stream_of(x))
+
+    def leave(self, stream: Stream, keep_last: int = 0) -> Tensor:
+        """Stream -> what the head reads, ``[batch, pos, width]`` in the model's dtype.
+
+        Args:
+            stream: after the last sublayer.
+            keep_last: that many last positions only; 0 for all.
+        """
+        return self.branch_of(self.final_norm(self.collapse(stream)[:, -keep_last:]))
 
     def release_connections(self) -> list[Connection]:
         """Hand the connections over to a caller that registers each inside its own block.
@@ -216,7 +235,14 @@ class Scheme(abc.ABC):
         """
         return None
 
-    def build(self, *, width: int, num_sublayers: int, norm: NormConfig | None = None) -> Trunk:
+    def build(
+        self,
+        *,
+        width: int,
+        num_sublayers: int,
+        norm: NormConfig | None = None,
+        stream_dtype: torch.dtype | None = None,
+    ) -> Trunk:
         """Build the trunk.
 
         Args:
@@ -224,6 +250,7 @@ class Scheme(abc.ABC):
             num_sublayers: attention and feed-forward sublayers together (a 96-block transformer has 192; a
                 parallel block is one sublayer).
             norm: kind and epsilon of the norms; RMSNorm with 1e-6 when not given.
+            stream_dtype: the least dtype of the stream, whatever the branches compute in; see `StreamModule`.
 
         Raises:
             ConfigError: width or num_sublayers is not positive.
@@ -238,7 +265,7 @@ class Scheme(abc.ABC):
             self.build_connection(index=i, width=width, num_sublayers=num_sublayers, norm=norm)
             for i in range(num_sublayers)
         ]
-        return self.build_trunk(connections, width=width, norm=norm)
+        return self.build_trunk(connections, width=width, norm=norm).keep_stream_in(stream_dtype)
 
     def build_trunk(self, connections: Sequence[Connection], *, width: int, norm: NormConfig) -> Trunk:
         """Put the connections, the way in, the way out and the final norm together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from mainstem.connections import Connection, Stream
 from mainstem.tower._attention import Attention
@@ -54,8 +54,10 @@ class ParallelBlock(Block):
         """Run the one sublayer."""
         (connection,) = self.connections
         assert isinstance(connection, Connection)
-        read, context = connection.read(stream)
-        return connection.write(stream, self.attn(read, place, cache) + self.mlp(read), context)
+        return connection(stream, self._both, place, cache)
+
+    def _both(self, read: Tensor, place: Place, cache: Cache | None) -> Tensor:
+        return self.attn(read, place, cache) + self.mlp(read)
 
     def sublayers(self) -> Iterator[tuple[Connection, dict[str, nn.Module]]]:
         """Yield the connection with both branches; its update is the sum of their outputs."""

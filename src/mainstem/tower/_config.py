@@ -74,6 +74,8 @@ class TowerConfig:
             gated.
         connection: a name from :func:`mainstem.connections.scheme_names`.
         connection_options: that scheme's options.
+        stream_dtype: the least dtype the stream and the connections' parameters are kept in when the tower is
+            cast to a lower one; None lets them follow (:class:`mainstem.connections.StreamModule`).
         norm: every norm of the tower, QK-norms included.
         positions: rotary, a learned table, or none.
         max_positions: rows of the learned table; with rotary positions a note of the trained length.
@@ -109,6 +111,7 @@ class TowerConfig:
     ffn_width: int = 0
     connection: str = "pre_norm"
     connection_options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    stream_dtype: Literal["float32"] | None = "float32"
     norm: NormConfig = dataclasses.field(default_factory=NormConfig)
     positions: Literal["rope", "learned", "none"] = "rope"
     max_positions: int = 2048

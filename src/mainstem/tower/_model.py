@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mainstem.connections import Connection, Stream, UnitOffsetRMSNorm
+from mainstem.connections import Connection, Stream, StreamModule, UnitOffsetRMSNorm
 from mainstem.errors import ConfigError
 from mainstem.tower._block import Block, ParallelBlock
 from mainstem.tower._cache import Cache
@@ -41,7 +41,12 @@ class Tower(nn.Module):
         scheme = config.scheme()
         self.refuses_cache = scheme.refuses.get("kv_cache")
         self.refuses_left_padding = scheme.refuses.get("left_padding")
-        self.trunk = scheme.build(width=config.width, num_sublayers=config.num_sublayers, norm=config.norm)
+        self.trunk = scheme.build(
+            width=config.width,
+            num_sublayers=config.num_sublayers,
+            norm=config.norm,
+            stream_dtype=None if config.stream_dtype is None else getattr(torch, config.stream_dtype),
+        )
         connections = self.trunk.release_connections()
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         if config.positions == "learned":
@@ -84,6 +89,7 @@ class Tower(nn.Module):
                 f"connection {self.config.connection!r} cannot read token by token: {self.refuses_cache} "
                 "Pass cache=None (use_cache=False)."
             )
+        self._match_dtypes()
         if self.refuses_left_padding is not None and attention_mask is not None:
             if not bool(attention_mask[:, 0].all()):
                 raise ConfigError(
@@ -94,10 +100,10 @@ class Tower(nn.Module):
         positions = self._positions(token_ids, attention_mask, positions, num_past)
         places = self.places(positions, attention_mask, num_past)
 
-        stream = self.trunk.expand(self.embed(token_ids, positions))
+        stream = self.trunk.enter(self.embed(token_ids, positions))
         for block, block_type in zip(self.blocks, self.config.block_types, strict=True):
             stream = self._run(block, stream, places[block_type], cache)
-        out = self.trunk.final_norm(self.trunk.collapse(stream)[:, -keep_last:])
+        out = self.trunk.leave(stream, keep_last)
 
         logits = self.head(out)
         cap = self.config.final_softcap
@@ -198,6 +204,14 @@ class Tower(nn.Module):
                 raise ConfigError("a cache cannot be filled under gradient checkpointing; pass cache=None.")
             return cast(Stream, checkpoint(block, stream, place, use_reentrant=False))
         return block(stream, place, cache)
+
+    def _match_dtypes(self) -> None:
+        """Tell the connections what the branches compute in, after weights were put in place of others."""
+        dtype = self.token_embedding.weight.dtype
+        if self.trunk.branch_dtype != dtype:
+            for module in self.modules():
+                if isinstance(module, StreamModule):
+                    module.keep_stream_in(module.stream_dtype, dtype)
 
     def _positions(
         self, token_ids: Tensor, attention_mask: Tensor | None, positions: Tensor | None, num_past: int
