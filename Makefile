@@ -12,7 +12,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle identity-table connections-table bench hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle identity-table connections-table stream-dtype bench hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ identity-table: $(VENV)/.dev $(VENV)/.weights  ## docs/identity-table.md: the bo
 
 connections-table: $(VENV)/.dev  ## docs/connections.md: every scheme, its start, its costs, its gradients
 	@$(RUN) benchmarks.connections_table
+
+stream-dtype: $(VENV)/.dev  ## docs/stream-dtype.md: what a 16-bit stream loses of what is added to it
+	@$(RUN) benchmarks.stream_dtype
 
 bench: $(VENV)/.dev $(VENV)/.weights  ## what recording costs: time in interleaved rounds, memory against depth
 	@$(RUN) benchmarks.recording --pairs 20

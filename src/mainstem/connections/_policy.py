@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class StreamModule(nn.Module):
     """A module whose own parameters stay in the stream's dtype when the model is cast to a lower one.
 
-    Over 192 updates a bf16 stream loses 17 % of what was added at stream RMS 100 and 81 % at 1,000
+    Over 192 updates a bf16 stream loses 17 % of what was added at stream RMS 100 and 80 % at 1,000
     (docs/stream-dtype.md); an fp32 stream under bf16 branches loses nothing of it, at the price of 4 instead
     of 2 bytes an entry. Norms and mixing coefficients on the stream are part of it.
 
