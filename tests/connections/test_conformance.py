@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mainstem.connections.mhc import CONVENTIONS
 from reference_stack import (
     NUM_POSITIONS,
     NUM_SUBLAYERS,
@@ -39,6 +38,7 @@ from mainstem.connections import (
     IdentityHC,
     IndependentHC,
     Laurel,
+    LayerScale,
     Mhc,
     NoResidual,
     NormConfig,
@@ -53,6 +53,7 @@ from mainstem.connections import (
     parameter_groups,
     scheme_names,
 )
+from mainstem.connections.mhc import CONVENTIONS
 
 CASES: list[Scheme] = [
     NoResidual(),
@@ -86,6 +87,9 @@ CASES: list[Scheme] = [
     Highway(),
     GRUGate(),
     GRUGate(relu=False, bias_start=0.0),
+    LayerScale(),
+    LayerScale(initial_value=0.0),
+    LayerScale(exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

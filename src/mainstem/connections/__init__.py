@@ -22,6 +22,7 @@ from mainstem.connections.hyper_connections import HyperConnection, HyperConnect
 from mainstem.connections.identity_hc import IdentityHC, IdentityHCConnection
 from mainstem.connections.independent_hc import IndependentHC, IndependentHCConnection
 from mainstem.connections.laurel import Laurel, LaurelConnection
+from mainstem.connections.layer_scale import LayerScale, LayerScaleConnection
 from mainstem.connections.mhc import Mhc, MhcConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
@@ -52,6 +53,8 @@ __all__ = [
     "IndependentHCConnection",
     "Laurel",
     "LaurelConnection",
+    "LayerScale",
+    "LayerScaleConnection",
     "Mhc",
     "MhcConnection",
     "NoResidual",

@@ -13,6 +13,7 @@ from mainstem.connections.hyper_connections import HyperConnections
 from mainstem.connections.identity_hc import IdentityHC
 from mainstem.connections.independent_hc import IndependentHC
 from mainstem.connections.laurel import Laurel
+from mainstem.connections.layer_scale import LayerScale
 from mainstem.connections.mhc import Mhc
 from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
@@ -39,6 +40,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         Laurel,
         Highway,
         GRUGate,
+        LayerScale,
     )
 }
 
