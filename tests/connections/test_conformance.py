@@ -45,6 +45,7 @@ from mainstem.connections import (
     PostNorm,
     PreNorm,
     ReorderedNorm,
+    ReZero,
     SandwichNorm,
     Scheme,
     Stream,
@@ -90,6 +91,9 @@ CASES: list[Scheme] = [
     LayerScale(),
     LayerScale(initial_value=0.0),
     LayerScale(exact_start=True),
+    ReZero(),
+    ReZero(norm_reads=True, initial_value=0.5),
+    ReZero(exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -28,6 +28,7 @@ from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
 from mainstem.connections.pre_norm import PreNorm, PreNormConnection
 from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
+from mainstem.connections.rezero import ReZero, ReZeroConnection
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
 
@@ -66,6 +67,8 @@ __all__ = [
     "PreNorm",
     "PreNormConnection",
     "Properties",
+    "ReZero",
+    "ReZeroConnection",
     "ReorderedNorm",
     "ReorderedNormConnection",
     "SandwichNorm",

@@ -19,6 +19,7 @@ from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
 from mainstem.connections.pre_norm import PreNorm
 from mainstem.connections.reordered_norm import ReorderedNorm
+from mainstem.connections.rezero import ReZero
 from mainstem.connections.sandwich_norm import SandwichNorm
 from mainstem.connections.x0_reinjection import X0Reinjection
 from mainstem.errors import ConfigError
@@ -41,6 +42,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         Highway,
         GRUGate,
         LayerScale,
+        ReZero,
     )
 }
 
