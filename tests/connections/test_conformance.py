@@ -38,6 +38,7 @@ from mainstem.connections import (
     IdentityHC,
     IndependentHC,
     Laurel,
+    LayerNormScaling,
     LayerScale,
     Mhc,
     NoResidual,
@@ -94,6 +95,8 @@ CASES: list[Scheme] = [
     ReZero(),
     ReZero(norm_reads=True, initial_value=0.5),
     ReZero(exact_start=True),
+    LayerNormScaling(),
+    LayerNormScaling(exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -22,6 +22,7 @@ from mainstem.connections.hyper_connections import HyperConnection, HyperConnect
 from mainstem.connections.identity_hc import IdentityHC, IdentityHCConnection
 from mainstem.connections.independent_hc import IndependentHC, IndependentHCConnection
 from mainstem.connections.laurel import Laurel, LaurelConnection
+from mainstem.connections.layer_norm_scaling import LayerNormScaling, LayerNormScalingConnection
 from mainstem.connections.layer_scale import LayerScale, LayerScaleConnection
 from mainstem.connections.mhc import Mhc, MhcConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
@@ -54,6 +55,8 @@ __all__ = [
     "IndependentHCConnection",
     "Laurel",
     "LaurelConnection",
+    "LayerNormScaling",
+    "LayerNormScalingConnection",
     "LayerScale",
     "LayerScaleConnection",
     "Mhc",

@@ -13,6 +13,7 @@ from mainstem.connections.hyper_connections import HyperConnections
 from mainstem.connections.identity_hc import IdentityHC
 from mainstem.connections.independent_hc import IndependentHC
 from mainstem.connections.laurel import Laurel
+from mainstem.connections.layer_norm_scaling import LayerNormScaling
 from mainstem.connections.layer_scale import LayerScale
 from mainstem.connections.mhc import Mhc
 from mainstem.connections.no_residual import NoResidual
@@ -43,6 +44,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         GRUGate,
         LayerScale,
         ReZero,
+        LayerNormScaling,
     )
 }
 
