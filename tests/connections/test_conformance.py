@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from mainstem.connections import (
     Connection,
     DeepNorm,
+    DepthScaled,
     GRUGate,
     Highway,
     HyperConnections,
@@ -97,6 +98,9 @@ CASES: list[Scheme] = [
     ReZero(exact_start=True),
     LayerNormScaling(),
     LayerNormScaling(exact_start=True),
+    DepthScaled(),
+    DepthScaled(rule="depth_mup", base_num_sublayers=1),
+    DepthScaled(rule="gpt2"),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

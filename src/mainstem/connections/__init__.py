@@ -16,6 +16,7 @@ from mainstem.connections._base import (
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
+from mainstem.connections.depth_scaled import DepthScaled, DepthScaledConnection, TrainingRules
 from mainstem.connections.gru_gate import GRUGate, GRUGateConnection
 from mainstem.connections.highway import Highway, HighwayConnection
 from mainstem.connections.hyper_connections import HyperConnection, HyperConnections
@@ -43,6 +44,8 @@ __all__ = [
     "Context",
     "DeepNorm",
     "DeepNormConnection",
+    "DepthScaled",
+    "DepthScaledConnection",
     "GRUGate",
     "GRUGateConnection",
     "Highway",
@@ -79,6 +82,7 @@ __all__ = [
     "Scheme",
     "Stream",
     "StreamModule",
+    "TrainingRules",
     "Trunk",
     "UnitOffsetRMSNorm",
     "X0Reinjection",

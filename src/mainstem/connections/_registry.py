@@ -7,6 +7,7 @@ from typing import Any
 
 from mainstem.connections._base import Scheme
 from mainstem.connections.deep_norm import DeepNorm
+from mainstem.connections.depth_scaled import DepthScaled
 from mainstem.connections.gru_gate import GRUGate
 from mainstem.connections.highway import Highway
 from mainstem.connections.hyper_connections import HyperConnections
@@ -45,6 +46,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         LayerScale,
         ReZero,
         LayerNormScaling,
+        DepthScaled,
     )
 }
 
