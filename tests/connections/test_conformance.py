@@ -50,6 +50,7 @@ from mainstem.connections import (
     ReZero,
     SandwichNorm,
     Scheme,
+    StochasticDepth,
     Stream,
     UnitOffsetRMSNorm,
     X0Reinjection,
@@ -101,6 +102,8 @@ CASES: list[Scheme] = [
     DepthScaled(),
     DepthScaled(rule="depth_mup", base_num_sublayers=1),
     DepthScaled(rule="gpt2"),
+    StochasticDepth(),
+    StochasticDepth(final_survival=0.2, exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

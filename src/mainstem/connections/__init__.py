@@ -32,6 +32,7 @@ from mainstem.connections.pre_norm import PreNorm, PreNormConnection
 from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
 from mainstem.connections.rezero import ReZero, ReZeroConnection
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
+from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
 
 from mainstem.connections._policy import StreamModule
@@ -80,6 +81,8 @@ __all__ = [
     "SandwichNorm",
     "SandwichNormConnection",
     "Scheme",
+    "StochasticDepth",
+    "StochasticDepthConnection",
     "Stream",
     "StreamModule",
     "TrainingRules",

@@ -23,6 +23,7 @@ from mainstem.connections.pre_norm import PreNorm
 from mainstem.connections.reordered_norm import ReorderedNorm
 from mainstem.connections.rezero import ReZero
 from mainstem.connections.sandwich_norm import SandwichNorm
+from mainstem.connections.stochastic_depth import StochasticDepth
 from mainstem.connections.x0_reinjection import X0Reinjection
 from mainstem.errors import ConfigError
 
@@ -47,6 +48,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         ReZero,
         LayerNormScaling,
         DepthScaled,
+        StochasticDepth,
     )
 }
 
