@@ -42,6 +42,7 @@ from mainstem.connections import (
     LayerNormScaling,
     LayerScale,
     Mhc,
+    MVSplit,
     NoResidual,
     NormConfig,
     PostNorm,
@@ -104,6 +105,8 @@ CASES: list[Scheme] = [
     DepthScaled(rule="gpt2"),
     StochasticDepth(),
     StochasticDepth(final_survival=0.2, exact_start=True),
+    MVSplit(),
+    MVSplit(centred_weight=1.0, mean_weight=0.5),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

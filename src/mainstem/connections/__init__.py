@@ -26,6 +26,7 @@ from mainstem.connections.laurel import Laurel, LaurelConnection
 from mainstem.connections.layer_norm_scaling import LayerNormScaling, LayerNormScalingConnection
 from mainstem.connections.layer_scale import LayerScale, LayerScaleConnection
 from mainstem.connections.mhc import Mhc, MhcConnection
+from mainstem.connections.mv_split import MVSplit, MVSplitConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
 from mainstem.connections.pre_norm import PreNorm, PreNormConnection
@@ -63,6 +64,8 @@ __all__ = [
     "LayerNormScalingConnection",
     "LayerScale",
     "LayerScaleConnection",
+    "MVSplit",
+    "MVSplitConnection",
     "Mhc",
     "MhcConnection",
     "NoResidual",

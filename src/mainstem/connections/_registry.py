@@ -17,6 +17,7 @@ from mainstem.connections.laurel import Laurel
 from mainstem.connections.layer_norm_scaling import LayerNormScaling
 from mainstem.connections.layer_scale import LayerScale
 from mainstem.connections.mhc import Mhc
+from mainstem.connections.mv_split import MVSplit
 from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
 from mainstem.connections.pre_norm import PreNorm
@@ -49,6 +50,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         LayerNormScaling,
         DepthScaled,
         StochasticDepth,
+        MVSplit,
     )
 }
 
