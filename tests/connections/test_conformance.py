@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mainstem.connections.mhc import CONVENTIONS
 from reference_stack import (
     NUM_POSITIONS,
     NUM_SUBLAYERS,
@@ -33,6 +34,8 @@ from mainstem.connections import (
     Connection,
     DeepNorm,
     DepthScaled,
+    FracConnections,
+    GatedStreams,
     GRUGate,
     Highway,
     HyperConnections,
@@ -58,7 +61,6 @@ from mainstem.connections import (
     parameter_groups,
     scheme_names,
 )
-from mainstem.connections.mhc import CONVENTIONS
 
 CASES: list[Scheme] = [
     NoResidual(),
@@ -107,6 +109,11 @@ CASES: list[Scheme] = [
     StochasticDepth(final_survival=0.2, exact_start=True),
     MVSplit(),
     MVSplit(centred_weight=1.0, mean_weight=0.5),
+    FracConnections(),
+    FracConnections(dynamic=False, num_fractions=2),
+    GatedStreams(),
+    GatedStreams(num_streams=2, rank=3),
+    GatedStreams(exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -118,6 +118,46 @@ def test_streams_without_a_mix_are_the_formula(name: str) -> None:
     check_token_by_token(connection, some_streams(), derive)
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+@torch.no_grad()
+def test_frac_connections_are_the_formula(dynamic: bool) -> None:
+    m, size = 4, WIDTH // 4
+    connection = one_connection(make_scheme("frac_connections", num_fractions=m, dynamic=dynamic))
+    p = dict(connection.named_parameters())
+
+    def derive(x: Tensor, branch: nn.Module) -> Tensor:
+        parts = [x[i * size : (i + 1) * size] for i in range(m)]
+        mix, write = p["static_mix"].clone(), p["static_write"].clone()
+        if dynamic:
+            for i in range(m):
+                for j in range(2 * m):
+                    mix[i, j] += p["mix_scale"] * torch.tanh(rms(parts[i]) @ p["dynamic_mix"][j])
+                write[i] += p["write_scale"] * torch.tanh(rms(parts[i]) @ p["dynamic_write"][0])
+        read = torch.cat([torch.stack([mix[i, j] * parts[i] for i in range(m)]).sum(0) for j in range(m)])
+        update = branch(rms(read, p["norm.weight"]))
+        carried = [torch.stack([mix[i, m + j] * parts[i] for i in range(m)]).sum(0) for j in range(m)]
+        return torch.cat([carried[j] + write[j] * update[j * size : (j + 1) * size] for j in range(m)])
+
+    check_token_by_token(connection, torch.randn(2, 5, WIDTH, dtype=torch.float64), derive)
+
+
+@torch.no_grad()
+def test_gated_streams_are_the_formula() -> None:
+    connection = one_connection(make_scheme("gated_streams", num_streams=STREAMS, rank=5))
+    p = dict(connection.named_parameters())
+
+    def derive(streams: Tensor, branch: nn.Module) -> Tensor:
+        gains = p["gate.gain"].reshape(STREAMS, WIDTH)
+        normed = torch.stack([rms(streams[i], gains[i]) for i in range(STREAMS)])
+        hidden = p["gate.down"] @ normed.flatten() / STREAMS
+        gate = torch.sigmoid(p["gate.up"] @ (hidden * torch.sigmoid(hidden))).reshape(STREAMS, WIDTH)
+        update = branch(torch.stack([gate[i] * normed[i] for i in range(STREAMS)]).sum(0) / STREAMS)
+        write = 2 * torch.sigmoid(p["inject"] @ normed.flatten() / STREAMS)
+        return torch.stack([streams[i] + write[i] * update for i in range(STREAMS)])
+
+    check_token_by_token(connection, some_streams(), derive)
+
+
 @torch.no_grad()
 def test_hyper_connections_start_reads_one_stream_in_turn_and_copies_the_rest() -> None:
     trunk = HyperConnections(num_streams=STREAMS).build(width=WIDTH, num_sublayers=7)
@@ -157,6 +197,11 @@ def test_copies_in_and_a_sum_a_mean_or_a_head_out(scheme: Scheme, collapse: str)
         (lambda: HyperConnections(collapse="max"), r"collapse 'max' is not known"),
         (lambda: HyperConnections(exact_start=True, collapse="sum"), r"choose 'mean' or 'head'"),
         (lambda: make_scheme("identity_hc", exact_start=True, num_streams=1), r"at least 2 streams"),
+        (lambda: make_scheme("frac_connections", num_fractions=0), r"num_fractions=0; give at least 1"),
+        (lambda: make_scheme("frac_connections").build(width=6, num_sublayers=1), r"cannot divide width 6"),
+        (lambda: make_scheme("gated_streams", rank=-1), r"rank=-1 must be at least 1"),
+        (lambda: make_scheme("gated_streams", collapse="sum"), r"leave out collapse='sum'"),
+        (lambda: make_scheme("gated_streams", exact_start=True, num_streams=3), r"num_streams=3 is odd"),
     ],
 )
 def test_mistakes_are_named(mistake, message: str) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mainstem.connections import Connection, NormConfig, make_scheme
+from mainstem.connections.gated_streams import from_qwen4_exp
 from mainstem.connections.mhc import CONVENTIONS, from_deepseek_v4
 
 WIDTH, STREAMS, EPS = 16, 4, 1e-6
@@ -117,6 +118,36 @@ def test_independent_hc_is_hy_v4s() -> None:
     names = ["gates.projection", "gates.bias", "gates.scale"]
     mine = new, gradients(new, weights, [stream, *(ours.get_parameter(name) for name in names)])
     check(mine, theirs)
+
+
+def test_gated_streams_are_qwen4_exps() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    oracle = modeling.Qwen4ExpTextGatedResidual(config())
+    draw(oracle)
+    ours = make_ours("gated_streams", rank=6)
+    ours.load_state_dict(from_qwen4_exp(oracle.state_dict()))
+    stream, branch, weights = data()
+    read, _, injection = oracle(stream.flatten(-2))
+    expected = stream + branch(read).unsqueeze(-2) * injection.unsqueeze(-1)
+    names = ["hc_norm", "input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"]
+    wanted = [stream, *(oracle.get_parameter(f"{name}.weight") for name in names)]
+    theirs = expected, gradients(expected, weights, wanted)
+    new = ours(stream, branch)
+    assert isinstance(new, Tensor)
+    names = ["gate.gain", "gate.down", "gate.up", "inject"]
+    mine = new, gradients(new, weights, [stream, *(ours.get_parameter(name) for name in names)])
+    check(mine, theirs)
+
+
+def test_the_last_gate_is_qwen4_exps() -> None:
+    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    oracle = modeling.Qwen4ExpTextGatedResidual(config(), use_combine=False)
+    draw(oracle)
+    scheme = make_scheme("gated_streams", num_streams=STREAMS, rank=6)
+    trunk = scheme.build(width=WIDTH, num_sublayers=1, norm=NormConfig(eps=EPS))
+    trunk.load_state_dict(from_qwen4_exp(oracle.state_dict()), strict=False)
+    stream, _, _ = data()
+    torch.testing.assert_close(trunk.final_norm(trunk.collapse(stream)), oracle(stream.flatten(-2)))
 
 
 def hyper_state(oracle: nn.Module, norm_weight: Tensor) -> dict[str, Tensor]:

@@ -15,8 +15,11 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
+from mainstem.connections._policy import StreamModule
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
 from mainstem.connections.depth_scaled import DepthScaled, DepthScaledConnection, TrainingRules
+from mainstem.connections.frac_connections import FracConnection, FracConnections
+from mainstem.connections.gated_streams import GatedStreams, GatedStreamsConnection
 from mainstem.connections.gru_gate import GRUGate, GRUGateConnection
 from mainstem.connections.highway import Highway, HighwayConnection
 from mainstem.connections.hyper_connections import HyperConnection, HyperConnections
@@ -36,7 +39,6 @@ from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnect
 from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
 
-from mainstem.connections._policy import StreamModule
 from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 
 __all__ = [
@@ -48,8 +50,12 @@ __all__ = [
     "DeepNormConnection",
     "DepthScaled",
     "DepthScaledConnection",
+    "FracConnection",
+    "FracConnections",
     "GRUGate",
     "GRUGateConnection",
+    "GatedStreams",
+    "GatedStreamsConnection",
     "Highway",
     "HighwayConnection",
     "HyperConnection",

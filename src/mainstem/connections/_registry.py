@@ -8,6 +8,8 @@ from typing import Any
 from mainstem.connections._base import Scheme
 from mainstem.connections.deep_norm import DeepNorm
 from mainstem.connections.depth_scaled import DepthScaled
+from mainstem.connections.frac_connections import FracConnections
+from mainstem.connections.gated_streams import GatedStreams
 from mainstem.connections.gru_gate import GRUGate
 from mainstem.connections.highway import Highway
 from mainstem.connections.hyper_connections import HyperConnections
@@ -51,6 +53,8 @@ SCHEMES: dict[str, type[Scheme]] = {
         DepthScaled,
         StochasticDepth,
         MVSplit,
+        FracConnections,
+        GatedStreams,
     )
 }
 
