@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mainstem.connections.mhc import CONVENTIONS
 from reference_stack import (
     NUM_POSITIONS,
     NUM_SUBLAYERS,
@@ -45,6 +44,7 @@ from mainstem.connections import (
     LayerNormScaling,
     LayerScale,
     Mhc,
+    MixNorm,
     MVSplit,
     NoResidual,
     NormConfig,
@@ -61,6 +61,7 @@ from mainstem.connections import (
     parameter_groups,
     scheme_names,
 )
+from mainstem.connections.mhc import CONVENTIONS
 
 CASES: list[Scheme] = [
     NoResidual(),
@@ -114,6 +115,8 @@ CASES: list[Scheme] = [
     GatedStreams(),
     GatedStreams(num_streams=2, rank=3),
     GatedStreams(exact_start=True),
+    MixNorm(),
+    MixNorm(post_share=0.5),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

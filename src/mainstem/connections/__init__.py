@@ -29,6 +29,7 @@ from mainstem.connections.laurel import Laurel, LaurelConnection
 from mainstem.connections.layer_norm_scaling import LayerNormScaling, LayerNormScalingConnection
 from mainstem.connections.layer_scale import LayerScale, LayerScaleConnection
 from mainstem.connections.mhc import Mhc, MhcConnection
+from mainstem.connections.mix_norm import MixNorm
 from mainstem.connections.mv_split import MVSplit, MVSplitConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
@@ -74,6 +75,7 @@ __all__ = [
     "MVSplitConnection",
     "Mhc",
     "MhcConnection",
+    "MixNorm",
     "NoResidual",
     "NoResidualConnection",
     "NormConfig",

@@ -19,6 +19,7 @@ from mainstem.connections.laurel import Laurel
 from mainstem.connections.layer_norm_scaling import LayerNormScaling
 from mainstem.connections.layer_scale import LayerScale
 from mainstem.connections.mhc import Mhc
+from mainstem.connections.mix_norm import MixNorm
 from mainstem.connections.mv_split import MVSplit
 from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
@@ -55,6 +56,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         MVSplit,
         FracConnections,
         GatedStreams,
+        MixNorm,
     )
 }
 
