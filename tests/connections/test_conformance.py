@@ -51,6 +51,7 @@ from mainstem.connections import (
     PostNorm,
     PreNorm,
     ReorderedNorm,
+    ResiDual,
     ReZero,
     SandwichNorm,
     Scheme,
@@ -117,6 +118,8 @@ CASES: list[Scheme] = [
     GatedStreams(exact_start=True),
     MixNorm(),
     MixNorm(post_share=0.5),
+    ResiDual(),
+    ResiDual(sum_scale=0.1),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

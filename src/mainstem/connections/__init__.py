@@ -35,6 +35,7 @@ from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
 from mainstem.connections.pre_norm import PreNorm, PreNormConnection
 from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
+from mainstem.connections.resi_dual import ResiDual, ResiDualConnection
 from mainstem.connections.rezero import ReZero, ReZeroConnection
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
 from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
@@ -89,6 +90,8 @@ __all__ = [
     "ReZeroConnection",
     "ReorderedNorm",
     "ReorderedNormConnection",
+    "ResiDual",
+    "ResiDualConnection",
     "SandwichNorm",
     "SandwichNormConnection",
     "Scheme",

@@ -25,6 +25,7 @@ from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
 from mainstem.connections.pre_norm import PreNorm
 from mainstem.connections.reordered_norm import ReorderedNorm
+from mainstem.connections.resi_dual import ResiDual
 from mainstem.connections.rezero import ReZero
 from mainstem.connections.sandwich_norm import SandwichNorm
 from mainstem.connections.stochastic_depth import StochasticDepth
@@ -57,6 +58,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         FracConnections,
         GatedStreams,
         MixNorm,
+        ResiDual,
     )
 }
 
