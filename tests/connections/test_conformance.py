@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mainstem.connections import (
+    B2T,
     Connection,
     DeepNorm,
     DepthScaled,
@@ -120,6 +121,8 @@ CASES: list[Scheme] = [
     MixNorm(post_share=0.5),
     ResiDual(),
     ResiDual(sum_scale=0.1),
+    B2T(),
+    B2T(sublayers_per_block=3),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

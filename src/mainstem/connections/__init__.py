@@ -16,6 +16,7 @@ from mainstem.connections._base import (
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
 from mainstem.connections._policy import StreamModule
+from mainstem.connections.b2t import B2T, B2TConnection
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
 from mainstem.connections.depth_scaled import DepthScaled, DepthScaledConnection, TrainingRules
 from mainstem.connections.frac_connections import FracConnection, FracConnections
@@ -44,8 +45,10 @@ from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConn
 from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 
 __all__ = [
+    "B2T",
     "SCHEMES",
     "AffineStep",
+    "B2TConnection",
     "Connection",
     "Context",
     "DeepNorm",

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from mainstem.connections._base import Scheme
+from mainstem.connections.b2t import B2T
 from mainstem.connections.deep_norm import DeepNorm
 from mainstem.connections.depth_scaled import DepthScaled
 from mainstem.connections.frac_connections import FracConnections
@@ -59,6 +60,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         GatedStreams,
         MixNorm,
         ResiDual,
+        B2T,
     )
 }
 
