@@ -58,6 +58,7 @@ from mainstem.connections import (
     Scheme,
     StochasticDepth,
     Stream,
+    SubNorm,
     UnitOffsetRMSNorm,
     X0Reinjection,
     parameter_groups,
@@ -123,6 +124,7 @@ CASES: list[Scheme] = [
     ResiDual(sum_scale=0.1),
     B2T(),
     B2T(sublayers_per_block=3),
+    SubNorm(),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -40,6 +40,7 @@ from mainstem.connections.resi_dual import ResiDual, ResiDualConnection
 from mainstem.connections.rezero import ReZero, ReZeroConnection
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
 from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
+from mainstem.connections.sub_norm import SubNorm
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
 
 from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
@@ -102,6 +103,7 @@ __all__ = [
     "StochasticDepthConnection",
     "Stream",
     "StreamModule",
+    "SubNorm",
     "TrainingRules",
     "Trunk",
     "UnitOffsetRMSNorm",

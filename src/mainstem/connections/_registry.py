@@ -30,6 +30,7 @@ from mainstem.connections.resi_dual import ResiDual
 from mainstem.connections.rezero import ReZero
 from mainstem.connections.sandwich_norm import SandwichNorm
 from mainstem.connections.stochastic_depth import StochasticDepth
+from mainstem.connections.sub_norm import SubNorm
 from mainstem.connections.x0_reinjection import X0Reinjection
 from mainstem.errors import ConfigError
 
@@ -61,6 +62,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         MixNorm,
         ResiDual,
         B2T,
+        SubNorm,
     )
 }
 
