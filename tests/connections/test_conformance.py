@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from mainstem.connections import (
     B2T,
+    Admin,
     Connection,
     DeepNorm,
     DepthScaled,
@@ -125,6 +126,9 @@ CASES: list[Scheme] = [
     B2T(),
     B2T(sublayers_per_block=3),
     SubNorm(),
+    Admin(),
+    Admin(trained=True),
+    Admin(output_change="constant"),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

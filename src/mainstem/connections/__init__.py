@@ -16,6 +16,7 @@ from mainstem.connections._base import (
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
 from mainstem.connections._policy import StreamModule
+from mainstem.connections.admin import Admin, AdminConnection
 from mainstem.connections.b2t import B2T, B2TConnection
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
 from mainstem.connections.depth_scaled import DepthScaled, DepthScaledConnection, TrainingRules
@@ -48,6 +49,8 @@ from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 __all__ = [
     "B2T",
     "SCHEMES",
+    "Admin",
+    "AdminConnection",
     "AffineStep",
     "B2TConnection",
     "Connection",

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from mainstem.connections._base import Scheme
+from mainstem.connections.admin import Admin
 from mainstem.connections.b2t import B2T
 from mainstem.connections.deep_norm import DeepNorm
 from mainstem.connections.depth_scaled import DepthScaled
@@ -63,6 +64,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         ResiDual,
         B2T,
         SubNorm,
+        Admin,
     )
 }
 
