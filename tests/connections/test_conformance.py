@@ -42,6 +42,7 @@ from mainstem.connections import (
     HyperConnections,
     IdentityHC,
     IndependentHC,
+    Keel,
     Laurel,
     LayerNormScaling,
     LayerScale,
@@ -129,6 +130,8 @@ CASES: list[Scheme] = [
     Admin(),
     Admin(trained=True),
     Admin(output_change="constant"),
+    Keel(),
+    Keel(carry_scale=3.0),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

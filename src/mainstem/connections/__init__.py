@@ -27,6 +27,7 @@ from mainstem.connections.highway import Highway, HighwayConnection
 from mainstem.connections.hyper_connections import HyperConnection, HyperConnections
 from mainstem.connections.identity_hc import IdentityHC, IdentityHCConnection
 from mainstem.connections.independent_hc import IndependentHC, IndependentHCConnection
+from mainstem.connections.keel import Keel, KeelConnection
 from mainstem.connections.laurel import Laurel, LaurelConnection
 from mainstem.connections.layer_norm_scaling import LayerNormScaling, LayerNormScalingConnection
 from mainstem.connections.layer_scale import LayerScale, LayerScaleConnection
@@ -73,6 +74,8 @@ __all__ = [
     "IdentityHCConnection",
     "IndependentHC",
     "IndependentHCConnection",
+    "Keel",
+    "KeelConnection",
     "Laurel",
     "LaurelConnection",
     "LayerNormScaling",

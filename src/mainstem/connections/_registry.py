@@ -17,6 +17,7 @@ from mainstem.connections.highway import Highway
 from mainstem.connections.hyper_connections import HyperConnections
 from mainstem.connections.identity_hc import IdentityHC
 from mainstem.connections.independent_hc import IndependentHC
+from mainstem.connections.keel import Keel
 from mainstem.connections.laurel import Laurel
 from mainstem.connections.layer_norm_scaling import LayerNormScaling
 from mainstem.connections.layer_scale import LayerScale
@@ -65,6 +66,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         B2T,
         SubNorm,
         Admin,
+        Keel,
     )
 }
 
