@@ -58,6 +58,7 @@ from mainstem.connections import (
     ReZero,
     SandwichNorm,
     Scheme,
+    SiameseNorm,
     StochasticDepth,
     Stream,
     SubNorm,
@@ -132,6 +133,8 @@ CASES: list[Scheme] = [
     Admin(output_change="constant"),
     Keel(),
     Keel(carry_scale=3.0),
+    SiameseNorm(),
+    SiameseNorm(sublayers_per_block=1),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -41,6 +41,7 @@ from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConn
 from mainstem.connections.resi_dual import ResiDual, ResiDualConnection
 from mainstem.connections.rezero import ReZero, ReZeroConnection
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
+from mainstem.connections.siamese_norm import SiameseNorm, SiameseNormConnection
 from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
 from mainstem.connections.sub_norm import SubNorm
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
@@ -105,6 +106,8 @@ __all__ = [
     "SandwichNorm",
     "SandwichNormConnection",
     "Scheme",
+    "SiameseNorm",
+    "SiameseNormConnection",
     "StochasticDepth",
     "StochasticDepthConnection",
     "Stream",

@@ -31,6 +31,7 @@ from mainstem.connections.reordered_norm import ReorderedNorm
 from mainstem.connections.resi_dual import ResiDual
 from mainstem.connections.rezero import ReZero
 from mainstem.connections.sandwich_norm import SandwichNorm
+from mainstem.connections.siamese_norm import SiameseNorm
 from mainstem.connections.stochastic_depth import StochasticDepth
 from mainstem.connections.sub_norm import SubNorm
 from mainstem.connections.x0_reinjection import X0Reinjection
@@ -67,6 +68,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         SubNorm,
         Admin,
         Keel,
+        SiameseNorm,
     )
 }
 
