@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mainstem.connections import Connection, HyperConnections, NormConfig, Scheme, make_scheme
 from mainstem.errors import ConfigError
+from mainstem.tower import Tower, TowerConfig
 
 WIDTH, STREAMS, EPS = 8, 3, 1e-6
 
@@ -231,3 +232,20 @@ def test_a_bf16_stream_is_mixed_with_fp32_coefficients(scheme: Scheme) -> None:
     three_roundings = 3 * 2**-9  # of what is carried, of what is written, of their sum
     size = expected.abs().amax() + update.abs().amax().double()
     assert (new.double() - expected).abs().max() <= three_roundings * size
+
+
+@pytest.mark.parametrize(("name", "inside"), [("independent_hc", "head"), ("gated_streams", "gate")])
+@torch.no_grad()
+def test_a_tower_draws_its_way_out_again(name: str, inside: str) -> None:
+    """As a loader asks it to, of what a checkpoint does not hold."""
+    tower = Tower(TowerConfig(vocab_size=8, width=16, num_blocks=1, num_heads=2, connection=name))
+    way_out = tower.get_submodule(f"trunk.{inside}")
+    before = {key: value.clone() for key, value in way_out.named_parameters()}
+    for parameter in way_out.parameters():
+        parameter.fill_(torch.nan)
+    tower.reset_module(f"trunk.{inside}")
+    for key, value in way_out.named_parameters():
+        if value.ndim < 2:
+            assert torch.equal(value, before[key])
+        else:
+            assert abs(value.std() / before[key].std() - 1) < 0.5

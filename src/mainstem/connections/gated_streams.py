@@ -47,10 +47,15 @@ class StreamGate(nn.Module):
         self.up = nn.Parameter(torch.empty(num_streams * width, rank))
 
     def start(self, *, gains: Sequence[float], up_std: float) -> None:
-        """Draw the initial values: a gain for each stream, ``down`` N(0, 0.02^2), ``up`` N(0, up_std^2)."""
-        start_at_(self.gain, torch.tensor(gains).repeat_interleave(len(self.gain) // len(gains)))
+        """Start with a gain for each stream, ``down`` N(0, 0.02^2) and ``up`` N(0, up_std^2)."""
+        self.gains, self.up_std = tuple(gains), up_std
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial values that :meth:`start` was given."""
+        start_at_(self.gain, torch.tensor(self.gains).repeat_interleave(len(self.gain) // len(self.gains)))
         nn.init.normal_(self.down, std=0.02)
-        nn.init.normal_(self.up, std=up_std)
+        nn.init.normal_(self.up, std=self.up_std)
 
     def scaled(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """Return the centred stream (as it is for an RMS norm) and what the norm multiplies it by."""

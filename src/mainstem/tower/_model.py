@@ -191,6 +191,8 @@ class Tower(nn.Module):
             nn.init.normal_(module.weight, std=config.init_std)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm):
             module.reset_parameters()
+        elif name.startswith("trunk."):  # a learned way out of several streams
+            getattr(module, "reset_parameters", lambda: None)()
 
     def _connection_around(self, name: str) -> Connection | None:
         """Return the connection that the module called ``name`` is or belongs to."""
