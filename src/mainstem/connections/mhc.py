@@ -163,7 +163,8 @@ class Mhc(GatedStreamsScheme):
         gates = SigmoidCoefficients(
             width=width, num_streams=self.num_streams, num_logits=generator.num_logits, eps=norm.eps
         )
-        logits = generator.exact_start() if self.exact_start else generator.published_start()
+        with torch.device("cpu"):  # numbers, also where the model itself is built without any
+            logits = generator.exact_start() if self.exact_start else generator.published_start()
         # Rows that sum to 1 for any logits may depend on the token without moving streams that are equal.
         still = self.exact_start and not generator.row_sums_are_one
         mix_start = MixStart(
