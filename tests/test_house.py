@@ -21,7 +21,7 @@ STOREYS = [
     {"tower"},
     {"sources", "observe", "measure"},
     {"surgery", "intervene", "training"},
-    {"audit"},
+    {"audit", "check"},
     {"server", "report"},
     {"cli"},
     {"__main__"},
@@ -29,7 +29,7 @@ STOREYS = [
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}
 EVERYONES = {"errors"}
 NEIGHBOURS = {("observe", "measure")}  # same storey: what a reducer is handed is defined by measure
-STANDALONE = {"connections", "observe", "measure"}
+STANDALONE = {"connections", "observe", "measure", "check"}
 EXTRAS = ["transformers", "datasets", "rich", "typer", "accelerate", "gguf", "huggingface_hub", "tokenizers"]
 
 

@@ -1,12 +1,15 @@
 """Results for people and programs: terminal, JSON, CSV."""
 
+from mainstem.report.check import check_to_json, print_check
 from mainstem.report.files import check_folder, to_csv, to_json, write_files
 from mainstem.report.schemes import print_schemes
 from mainstem.report.terminal import plain_console, print_result
 
 __all__ = [
     "check_folder",
+    "check_to_json",
     "plain_console",
+    "print_check",
     "print_result",
     "print_schemes",
     "to_csv",
