@@ -137,13 +137,18 @@ def test_a_dressed_pretrained_tower_generates_what_transformers_does() -> None:
 @torch.no_grad()
 def test_from_tower_keeps_the_module_and_saves_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    tower = Tower(TowerConfig(**SMALL)).bfloat16().eval()
-    face = MainstemForCausalLM.from_tower(tower)
+    tower = Tower(TowerConfig(**SMALL)).eval()
+    for parameter in tower.parameters():
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    face = MainstemForCausalLM.from_tower(tower.bfloat16())
     assert face.tower is tower
     assert not face.training
     face.save_pretrained(tmp_path)
     loaded = MainstemForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == torch.bfloat16
+    for name, value in tower.state_dict().items():  # fp32 where the stream is, and not rounded on the way
+        assert loaded.tower.state_dict()[name].dtype == value.dtype, name
+        assert torch.equal(loaded.tower.state_dict()[name], value), name
     assert torch.equal(loaded(tokens()).logits, tower(tokens()))
 
 

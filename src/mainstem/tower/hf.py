@@ -103,10 +103,17 @@ class MainstemForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: MainstemConfig):
         super().__init__(config)
         self.tower = Tower(config.tower_config())
+        if self.tower.config.stream_dtype is not None:  # a loader must not round what the stream needs wide
+            self._keep_in_fp32_modules_strict = {"connections", "trunk"}
         if self.tower.token_embedding.weight.device.type != "meta":
             for module in self.tower.modules():
                 vars(module)["_is_hf_initialized"] = True  # its values are drawn; post_init would draw others
         self.post_init()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the branches and the embedding; the stream and its norms may be wider."""
+        return self.tower.token_embedding.weight.dtype
 
     @classmethod
     def from_tower(cls, tower: Tower) -> MainstemForCausalLM:
