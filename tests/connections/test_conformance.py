@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mainstem.connections.mhc import CONVENTIONS
 from reference_stack import (
     NUM_POSITIONS,
     NUM_SUBLAYERS,
@@ -31,9 +32,13 @@ from torch.utils._pytree import tree_leaves
 
 from mainstem.connections import (
     B2T,
+    MUDD,
     Admin,
+    AttentionResiduals,
     Connection,
     DeepNorm,
+    DeltaAttentionResiduals,
+    DenseFormer,
     DepthScaled,
     FracConnections,
     GatedStreams,
@@ -67,7 +72,6 @@ from mainstem.connections import (
     parameter_groups,
     scheme_names,
 )
-from mainstem.connections.mhc import CONVENTIONS
 
 CASES: list[Scheme] = [
     NoResidual(),
@@ -135,6 +139,19 @@ CASES: list[Scheme] = [
     Keel(carry_scale=3.0),
     SiameseNorm(),
     SiameseNorm(sublayers_per_block=1),
+    DenseFormer(),
+    DenseFormer(dilation=2, period=3),
+    DenseFormer(exact_start=True),
+    MUDD(),
+    MUDD(dynamic=False, separate_read=False),
+    MUDD(exact_start=True),
+    AttentionResiduals(),
+    AttentionResiduals(block_size=6),
+    AttentionResiduals(exact_start=True),
+    AttentionResiduals(exact_start=True, block_size=6),
+    DeltaAttentionResiduals(),
+    DeltaAttentionResiduals(block_size=4),
+    DeltaAttentionResiduals(exact_start=True),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -17,8 +17,14 @@ from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_no
 from mainstem.connections._parameters import parameter_groups
 from mainstem.connections._policy import StreamModule
 from mainstem.connections.admin import Admin, AdminConnection
+from mainstem.connections.attention_residuals import AttentionResiduals, AttentionResidualsConnection
 from mainstem.connections.b2t import B2T, B2TConnection
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
+from mainstem.connections.delta_attention_residuals import (
+    DeltaAttentionResiduals,
+    DeltaAttentionResidualsConnection,
+)
+from mainstem.connections.dense_former import DenseFormer, DenseFormerConnection
 from mainstem.connections.depth_scaled import DepthScaled, DepthScaledConnection, TrainingRules
 from mainstem.connections.frac_connections import FracConnection, FracConnections
 from mainstem.connections.gated_streams import GatedStreams, GatedStreamsConnection
@@ -33,6 +39,7 @@ from mainstem.connections.layer_norm_scaling import LayerNormScaling, LayerNormS
 from mainstem.connections.layer_scale import LayerScale, LayerScaleConnection
 from mainstem.connections.mhc import Mhc, MhcConnection
 from mainstem.connections.mix_norm import MixNorm
+from mainstem.connections.mudd import MUDD, MUDDConnection
 from mainstem.connections.mv_split import MVSplit, MVSplitConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
@@ -50,15 +57,22 @@ from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 
 __all__ = [
     "B2T",
+    "MUDD",
     "SCHEMES",
     "Admin",
     "AdminConnection",
     "AffineStep",
+    "AttentionResiduals",
+    "AttentionResidualsConnection",
     "B2TConnection",
     "Connection",
     "Context",
     "DeepNorm",
     "DeepNormConnection",
+    "DeltaAttentionResiduals",
+    "DeltaAttentionResidualsConnection",
+    "DenseFormer",
+    "DenseFormerConnection",
     "DepthScaled",
     "DepthScaledConnection",
     "FracConnection",
@@ -83,6 +97,7 @@ __all__ = [
     "LayerNormScalingConnection",
     "LayerScale",
     "LayerScaleConnection",
+    "MUDDConnection",
     "MVSplit",
     "MVSplitConnection",
     "Mhc",

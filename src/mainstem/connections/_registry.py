@@ -7,8 +7,11 @@ from typing import Any
 
 from mainstem.connections._base import Scheme
 from mainstem.connections.admin import Admin
+from mainstem.connections.attention_residuals import AttentionResiduals
 from mainstem.connections.b2t import B2T
 from mainstem.connections.deep_norm import DeepNorm
+from mainstem.connections.delta_attention_residuals import DeltaAttentionResiduals
+from mainstem.connections.dense_former import DenseFormer
 from mainstem.connections.depth_scaled import DepthScaled
 from mainstem.connections.frac_connections import FracConnections
 from mainstem.connections.gated_streams import GatedStreams
@@ -23,6 +26,7 @@ from mainstem.connections.layer_norm_scaling import LayerNormScaling
 from mainstem.connections.layer_scale import LayerScale
 from mainstem.connections.mhc import Mhc
 from mainstem.connections.mix_norm import MixNorm
+from mainstem.connections.mudd import MUDD
 from mainstem.connections.mv_split import MVSplit
 from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.post_norm import PostNorm
@@ -69,6 +73,10 @@ SCHEMES: dict[str, type[Scheme]] = {
         Admin,
         Keel,
         SiameseNorm,
+        DenseFormer,
+        MUDD,
+        AttentionResiduals,
+        DeltaAttentionResiduals,
     )
 }
 

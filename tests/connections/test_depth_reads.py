@@ -1,0 +1,216 @@
+"""Depth reads against their formulas, written out in fp64, and against transformers' Inkling 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference_stack import NUM_SUBLAYERS, Stack, make_input, make_stack, plain_distance, randomize
+from torch import Tensor, nn
+from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
+from transformers.models.inkling2.modeling_inkling2 import Inkling2BlockAttentionResidual
+
+from mainstem.connections import (
+    MUDD,
+    AttentionResiduals,
+    DeltaAttentionResiduals,
+    DenseFormer,
+    NormConfig,
+    Scheme,
+)
+from mainstem.connections._depth import depth_scores, weighted_sum
+from mainstem.connections.attention_residuals import DepthQuery
+
+RMS = NormConfig()
+# fp64: 24 sublayers of a few dozen additions each; a wrong term is off by 1e-3 and more.
+CLOSE: dict[str, float] = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def random_stack(scheme: Scheme) -> Stack:
+    stack = make_stack(scheme, RMS)
+    randomize(stack.trunk)
+    return stack
+
+
+def rms_norm(x: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-6) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def pairs(stack: Stack) -> list[tuple[Any, nn.Module]]:
+    return list(zip(stack.trunk.connections, stack.branches, strict=True))
+
+
+def check(stack: Stack, expected: Any) -> None:
+    """``expected(x)`` gives the same output, and the same gradients for every parameter."""
+    x, direction = make_input(0), make_input(3)
+    weight: Any = stack.trunk.final_norm.weight
+    found, wanted = stack(x), rms_norm(expected(x), weight)
+    torch.testing.assert_close(found, wanted, **CLOSE)
+    parameters = list(stack.parameters())
+    mine = torch.autograd.grad((found * direction).sum(), parameters)
+    for a, b in zip(mine, torch.autograd.grad((wanted * direction).sum(), parameters), strict=True):
+        assert (a - b).norm() <= 1e-8 * b.norm()
+
+
+@pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (1, 3), (4, 5), (3, 2)])
+def test_dense_former_mixes_the_outputs_of_blocks(dilation: int, period: int) -> None:
+    stack = random_stack(DenseFormer(dilation=dilation, period=period))
+
+    def expected(x: Tensor) -> Tensor:
+        outputs = [x]
+        for i, (c, branch) in enumerate(pairs(stack)):
+            x = x + branch(rms_norm(x, c.norm.weight))
+            if i % 2 == 1:
+                outputs.append(x)
+                block = i // 2 + 1
+                group = [y for j, y in enumerate(outputs) if (block - j) % dilation == 0]
+                if block % period == 0 and len(group) > 1:
+                    x = sum(w * y for w, y in zip(c.depth_weights, group, strict=True))
+                else:
+                    assert c.depth_weights is None
+        return x
+
+    check(stack, expected)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("separate_read", [True, False])
+def test_mudd_lets_every_token_weigh_the_blocks(dynamic: bool, separate_read: bool) -> None:
+    stack = random_stack(MUDD(dynamic=dynamic, separate_read=separate_read))
+
+    def expected(x: Tensor) -> Tensor:
+        outputs, carried, read = [x], x, x
+        for i, (c, branch) in enumerate(pairs(stack)):
+            carried = carried + branch(rms_norm(read if i % 2 == 0 else carried, c.norm.weight))
+            if i % 2 == 1:
+                outputs.append(carried)
+                weights = c.depth_bias[None, None]
+                if dynamic:
+                    hidden = torch.einsum("hc,bpc->bph", c.hidden_map, rms_norm(carried))
+                    hidden = 0.5 * hidden * (1 + torch.erf(hidden / 2**0.5))
+                    made = torch.einsum("oh,bph->bpo", c.weight_map, hidden)
+                    weights = weights + made.reshape(*made.shape[:2], -1, len(outputs))
+                ways = [
+                    sum(weights[:, :, way, j, None] * y for j, y in enumerate(outputs))
+                    for way in range(weights.shape[2])
+                ]
+                carried, read = ways[0], ways[-1]
+        return carried
+
+    check(stack, expected)
+
+
+def depth_attention(query: Any, sources: list[Tensor], factor: float) -> Tensor:
+    scores = [(query.query * rms_norm(v, query.key_gain)).sum(-1) for v in sources]
+    powers = [(s - max(scores, key=lambda t: t.max().item()).max()).exp() for s in scores]
+    total = sum(powers)
+    return factor * sum((p / total)[..., None] * v for p, v in zip(powers, sources, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("block_size", [1, 6, 5])
+@pytest.mark.parametrize("normalize", ["mean", "sum"])
+def test_attention_residuals_read_disjoint_sums_of_writes(block_size: int, normalize: Any) -> None:
+    stack = random_stack(AttentionResiduals(block_size=block_size, normalize=normalize))
+
+    def factor(sources: list[Tensor]) -> float:
+        return len(sources) if normalize == "sum" else 1.0
+
+    def expected(x: Tensor) -> Tensor:
+        writes: list[Tensor] = []
+
+        def sources() -> list[Tensor]:
+            blocks = [writes[k : k + block_size] for k in range(0, len(writes), block_size)]
+            return [x, *(torch.stack(block).sum(0) for block in blocks)]
+
+        for c, branch in pairs(stack):
+            h = depth_attention(c.depth_query, sources(), factor(sources())) if writes else x
+            writes.append(branch(rms_norm(h, c.norm.weight)))
+        return depth_attention(stack.trunk.depth_query, sources(), factor(sources()))
+
+    check(stack, expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("exact_start", [True, False])
+def test_delta_attention_residuals_add_a_read_of_writes(block_size: int, exact_start: bool) -> None:
+    stack = random_stack(DeltaAttentionResiduals(block_size=block_size, exact_start=exact_start))
+
+    def expected(x0: Tensor) -> Tensor:
+        x, writes = x0, []
+        for c, branch in pairs(stack):
+            h = x
+            if writes:
+                blocks = [writes[k : k + block_size] for k in range(0, len(writes), block_size)]
+                sources = [x0, *(torch.stack(block).sum(0) for block in blocks)]
+                h = x + depth_attention(c.depth_query, sources, 1.0)
+                h = h / (1 + 1 / len(sources)) if exact_start else h
+            writes.append(branch(rms_norm(h, c.norm.weight)))
+            x = x + writes[-1]
+        return x
+
+    check(stack, expected)
+
+
+def test_the_depth_query_is_inkling_2s_on_sources_of_rms_one() -> None:
+    """Inkling 2 mixes normed sources, by scores over sqrt(width): the paper's formula if they are normed."""
+    width, num_sources = 64, 7
+    config = Inkling2TextConfig(hidden_size=width, num_hidden_layers=1)
+    config._attn_implementation = "eager"
+    theirs, ours = Inkling2BlockAttentionResidual(config), DepthQuery(width, eps=1e-6)
+    nn.init.normal_(ours.query)
+    with torch.no_grad():
+        theirs.query.copy_(ours.query * width**0.5)
+    sources = [rms_norm(make_input(i, dtype=torch.float32), eps=0.0) for i in range(num_sources)]
+    found = weighted_sum(ours(sources), sources)
+    (wanted,) = theirs(torch.stack(sources[:-1], dim=-2), sources[-1])
+    torch.testing.assert_close(found, wanted.reshape(found.shape))
+    direction = make_input(9, dtype=torch.float32)
+    (mine,) = torch.autograd.grad((found * direction).sum(), [ours.query])
+    (other,) = torch.autograd.grad((wanted.reshape(found.shape) * direction).sum(), [theirs.query])
+    # fp32 sums over 24 tokens of terms that cancel: 1e-5 of the size.
+    torch.testing.assert_close(mine, other * width**0.5, rtol=1e-4, atol=1e-5 * mine.abs().max().item())
+
+
+def test_reads_have_the_gradients_of_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sources = [torch.randn(2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    query = torch.randn(4, generator=generator, dtype=torch.float64)
+    for t in (query, *sources):
+        t.requires_grad_()
+    assert torch.autograd.gradcheck(lambda q, *s: depth_scores(q, s, 1e-6), (query, *sources))
+    for shape in ((3,), (2, 3, 3)):
+        weights = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        assert torch.autograd.gradcheck(lambda w, *s: weighted_sum(w, s), (weights, *sources))
+
+
+@pytest.mark.parametrize(
+    "scheme", [AttentionResiduals(exact_start=True), DenseFormer(), MUDD(), DeltaAttentionResiduals()]
+)
+def test_what_is_kept_for_backward_grows_with_the_depth_and_not_with_its_square(scheme: Scheme) -> None:
+    """No stack is kept: twice the depth, at most a little over twice the bytes of whole tensors."""
+
+    def kept(num_sublayers: int) -> int:
+        stack = make_stack(scheme, RMS, num_sublayers=num_sublayers)
+        sizes: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(t)
+            return t
+
+        alive: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            stack(make_input(0))
+        whole = make_input(0).nbytes
+        return sum(size for size in sizes.values() if size >= whole)
+
+    assert kept(2 * NUM_SUBLAYERS) <= 2.2 * kept(NUM_SUBLAYERS)
+
+
+def test_the_published_mean_is_no_plain_residual_at_96_blocks_and_the_sum_is() -> None:
+    """The mean of 193 sources is so small that the norm's epsilon outweighs it."""
+    published = plain_distance(AttentionResiduals(), 192, 0.02, torch.float32)
+    assert published > 0.5
+    assert plain_distance(AttentionResiduals(normalize="sum"), 192, 0.02, torch.float32) <= 1e-5
