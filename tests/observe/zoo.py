@@ -34,7 +34,7 @@ from handmade import HANDMADE, DenseStack, HandCase, OuterResidual, PreBlock
 from more_cases import MORE
 from torch import nn
 
-from mainstem.connections import scheme_names
+from mainstem.connections import make_scheme, scheme_names
 from mainstem.tower import Tower, TowerConfig
 
 _GQA = {"num_key_value_heads": 2}
@@ -408,7 +408,9 @@ def _handmade(case: HandCase) -> Case:
 
 def _tower(connection: str) -> Case:
     """A tower of ours; its scheme says nothing to the finder, which sees a module like any other."""
-    after = {"post_norm": "norm", "deep_norm": "norm"}
+    normed = ("admin", "deep_norm", "keel", "mv_split", "post_norm")
+    after = dict.fromkeys(normed, "norm") | {"mix_norm": "norm/identity"}
+    carry = {"no_residual": "none", "deep_norm": "scale", "keel": "scale", "admin": "mix", "mv_split": "mix"}
     config = TowerConfig(
         vocab_size=VOCAB, width=WIDTH, num_blocks=4, num_heads=4, ffn_width=96, connection=connection
     )
@@ -420,14 +422,19 @@ def _tower(connection: str) -> Case:
     return Case(
         build=build,
         inputs=lambda: {"token_ids": tokens()["input_ids"]},
-        carry={"no_residual": "none", "deep_norm": "scale"}.get(connection, "identity"),
+        carry=carry.get(connection, "identity"),
         then=after.get(connection, "identity"),
         hidden_states=None,
         note=f"our own, connection {connection}",
     )
 
 
-CASES |= {f"tower_{name}": _tower(name) for name in scheme_names()}
+# A tower of b2t is found, but with one write a block and no residual; see test_tower_ledger.py.
+for _name in scheme_names():
+    if make_scheme(_name).properties.has_history:
+        REFUSED |= {} if _name == "b2t" else {f"tower_{_name}": _tower(_name)}
+    else:
+        CASES[f"tower_{_name}"] = _tower(_name)
 CASES |= {name: _handmade(case) for name, case in HANDMADE.items()}
 CASES |= MORE
 
