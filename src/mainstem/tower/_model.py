@@ -90,12 +90,7 @@ class Tower(nn.Module):
                 "Pass cache=None (use_cache=False)."
             )
         self._match_dtypes()
-        if self.refuses_left_padding is not None and attention_mask is not None:
-            if not bool(attention_mask[:, 0].all()):
-                raise ConfigError(
-                    f"connection {self.config.connection!r} cannot take padding on the left: "
-                    f"{self.refuses_left_padding} Pad on the right."
-                )
+        self._check_padding(attention_mask)
         num_past = 0 if cache is None else cache.get_seq_length()
         positions = self._positions(token_ids, attention_mask, positions, num_past)
         places = self.places(positions, attention_mask, num_past)
@@ -206,6 +201,14 @@ class Tower(nn.Module):
                 raise ConfigError("a cache cannot be filled under gradient checkpointing; pass cache=None.")
             return cast(Stream, checkpoint(block, stream, place, use_reentrant=False))
         return block(stream, place, cache)
+
+    def _check_padding(self, attention_mask: Tensor | None) -> None:
+        if self.refuses_left_padding is None or attention_mask is None or bool(attention_mask[:, 0].all()):
+            return
+        raise ConfigError(
+            f"connection {self.config.connection!r} cannot take padding on the left: "
+            f"{self.refuses_left_padding} Pad on the right."
+        )
 
     def _match_dtypes(self) -> None:
         """Tell the connections what the branches compute in, after weights were put in place of others."""
