@@ -16,6 +16,7 @@ from mainstem.connections._base import (
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm, frozen_norm
 from mainstem.connections._parameters import parameter_groups
 from mainstem.connections._policy import StreamModule
+from mainstem.connections._registry import SCHEMES, make_scheme, register, scheme_names
 from mainstem.connections.admin import Admin, AdminConnection
 from mainstem.connections.attention_residuals import AttentionResiduals, AttentionResidualsConnection
 from mainstem.connections.b2t import B2T, B2TConnection
@@ -52,8 +53,6 @@ from mainstem.connections.siamese_norm import SiameseNorm, SiameseNormConnection
 from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
 from mainstem.connections.sub_norm import SubNorm
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
-
-from mainstem.connections._registry import SCHEMES, make_scheme, scheme_names
 
 __all__ = [
     "B2T",
@@ -136,5 +135,6 @@ __all__ = [
     "frozen_norm",
     "make_scheme",
     "parameter_groups",
+    "register",
     "scheme_names",
 ]

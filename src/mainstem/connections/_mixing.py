@@ -136,8 +136,8 @@ class CayleyMix(MixGenerator):
     """``Q = (I + A)^-1 (I - A)`` with ``A`` skew-symmetric (JPmHC, arXiv 2602.18308): a rotation.
 
     ``n (n - 1) / 2`` logits are the entries of ``A`` above the diagonal. Rows do not sum to 1, lengths are
-    kept; an eigenvalue -1 is out of reach. The paper itself was read in abstract only, the transform in two
-    independent implementations; it starts at ``A = 0``, the identity. Departure: solved directly, where the
+    kept; an eigenvalue -1 is out of reach. The paper itself was read in abstract only, the transform in
+    excerpts of two ports; it starts at ``A = 0``, the identity. Departure: solved directly, where the
     paper iterates a fixed point.
     """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 from typing import Any
 
 from mainstem.connections._base import Scheme
@@ -50,11 +52,8 @@ SCHEMES: dict[str, type[Scheme]] = {
         SandwichNorm,
         ReorderedNorm,
         DeepNorm,
-        X0Reinjection,
         HyperConnections,
-        IdentityHC,
-        IndependentHC,
-        Mhc,
+        X0Reinjection,
         Laurel,
         Highway,
         GRUGate,
@@ -63,9 +62,6 @@ SCHEMES: dict[str, type[Scheme]] = {
         LayerNormScaling,
         DepthScaled,
         StochasticDepth,
-        MVSplit,
-        FracConnections,
-        GatedStreams,
         MixNorm,
         ResiDual,
         B2T,
@@ -73,16 +69,58 @@ SCHEMES: dict[str, type[Scheme]] = {
         Admin,
         Keel,
         SiameseNorm,
+        MVSplit,
+        IdentityHC,
+        IndependentHC,
+        Mhc,
         DenseFormer,
         MUDD,
         AttentionResiduals,
         DeltaAttentionResiduals,
+        FracConnections,
+        GatedStreams,
     )
 }
 
 
+ENTRY_POINT_GROUP = "mainstem.connections"
+"""Where an installed package names its schemes: ``my_scheme = "my_package.module:MyScheme"``."""
+
+
+def register(scheme: type[Scheme]) -> type[Scheme]:
+    """Make a scheme known by its name, to configs and to the command; usable as a class decorator.
+
+    Raises:
+        ConfigError: it is no `Scheme`, has no name, or its name is taken by another.
+    """
+    name = getattr(scheme, "name", None)
+    if not isinstance(name, str) or not issubclass(scheme, Scheme):
+        raise ConfigError(f"{scheme!r} is no connection scheme: expected a subclass of Scheme with a name.")
+    if SCHEMES.setdefault(name, scheme) is not scheme:
+        raise ConfigError(f"the name {name!r} is taken by {SCHEMES[name].__name__}; choose another.")
+    return scheme
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    """Register what installed packages offer, once, when a name is first asked for.
+
+    Raises:
+        ConfigError: a package's entry point cannot be loaded.
+    """
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            register(point.load())
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"the connection {point.name!r} of an installed package cannot be loaded from "
+                f"{point.value!r} ({error}); mend or uninstall that package."
+            ) from error
+
+
 def scheme_names() -> list[str]:
-    """Return the names that :func:`make_scheme` takes."""
+    """Return the names that :func:`make_scheme` takes: ours, registered ones, and those of other packages."""
+    _load_entry_points()
     return sorted(SCHEMES)
 
 
@@ -92,6 +130,8 @@ def make_scheme(name: str, **options: Any) -> Scheme:
     Raises:
         ConfigError: no scheme has that name, or it has no such option.
     """
+    if name not in SCHEMES:
+        _load_entry_points()
     if name not in SCHEMES:
         raise ConfigError(f"no connection is called {name!r}; choose one of: {', '.join(scheme_names())}.")
     scheme = SCHEMES[name]

@@ -36,7 +36,7 @@ class FracConnection(Connection):
     FLOPs a token: ``4 m width`` for the weighted sums and ``2 (2 m + 1) width`` for the dynamic weights.
     Moved by a fused write: 3 widths, as a plain addition.
     At initialisation: ``Y = A = I``, ``B = 1``, dynamic matrices 0, scales 0.01: the plain residual.
-    Source: Zhu et al. 2025 (arXiv 2503.14125): abstract, introduction and figures read there; the equation
+    Source: Zhu et al. 2025 (arXiv 2503.14125): the opening of the paper's page read there; the equation
     and the shape of the connection matrix in a review, which agrees with arXiv 2511.11238, eqs. 5 to 12 at
     n = m (read; its ``B`` is a full matrix, the identity at the start; the diagonal is this paper's vector).
     Departures: ``N_s`` is an RMS norm of each fraction without a gain, which ``dynamic_mix`` and

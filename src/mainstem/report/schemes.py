@@ -40,7 +40,7 @@ def _streams(row: SchemeRow) -> str:
 
 
 def _start(row: SchemeRow) -> str:
-    return f"{row.start_distance:.2f}{'*' if row.exact_start == 'option' else ' '}"
+    return f"{row.start_distance:.2g}{'*' if row.exact_start == 'option' else ' '}"
 
 
 def _costs(row: SchemeRow, plain: SchemeRow) -> list[str]:
