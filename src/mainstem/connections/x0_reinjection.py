@@ -97,8 +97,8 @@ class X0Reinjection(Scheme):
     2026-01-11, which starts at 1 and 0, mixes before every block and finds the rule of 100; its model code
     of later that year starts at 1.15 to 1.05 and 0.20 to 0.05 from the first block to the last
     (``carry_start=(1.15, 1.05), embed_start=(0.2, 0.05)``) and decays the carry weight by 0.05 where we do
-    not; modded-nanogpt mixes at every sublayer (``sublayers_per_block=1``). Departure: nanochat norms the embedding before
-    it enters the stream and feeds in that; here what enters the stream is fed in as it is.
+    not; modded-nanogpt mixes at every sublayer (``sublayers_per_block=1``). Departure: nanochat norms the
+    embedding before it enters the stream and feeds in that; here what enters the stream is fed in as it is.
 
     Attributes:
         sublayers_per_block: mix before every so many; 2 is once a block of attention and feed-forward.
