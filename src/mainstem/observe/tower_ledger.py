@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mainstem.connections import AffineStep, Connection, Stream, Trunk
+from mainstem.connections import Connection, Stream, Trunk
 from mainstem.observe.ledger import Ledger
 
 
@@ -30,9 +30,8 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
     """Return the ledger of a tower by the linearization of each of its connections.
 
     Where :func:`mainstem.observe.ledger` reads coefficients off the data flow, this asks
-        :meth:`mainstem.connections.Connection.linearize`; the two are independent and agree, except that here
-        the bias of
-    a norm on a write is in the ``bias`` row and there in the write's own. It works for every stream a
+    :meth:`mainstem.connections.Connection.linearize`; the two are independent and agree, except that here the
+    bias of a norm on a write is in the ``bias`` row and there in the write's own. It works for every stream a
     connection can carry, histories too. Holds one stream for each write; give it few tokens.
 
     Args:
@@ -45,25 +44,34 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
     """
     embedded, positions, updates = _run(tower, token_ids, attention_mask)
     stream: Stream = embedded
-    rows: dict[str, Stream] = {"embed": embedded}
+    labels = ["embed", *(["pos_embed"] if positions is not None else [])]
+    labels += [f"{block}_{kind}_out" for block, _, branches in tower.sublayers() for kind in branches]
+    labels.append("bias")
+    index = {label: i for i, label in enumerate(labels)}
+    first = embedded
+
+    def zeros(t: Tensor) -> Tensor:
+        return t.new_zeros(len(labels), *t.shape)
+
+    rows = _map(zeros, embedded)
     if positions is not None:
-        rows["pos_embed"] = _map(torch.Tensor.expand_as, tower.trunk.expand(positions), embedded)
-        rows["embed"] = _map(torch.sub, embedded, rows["pos_embed"])
-    rows["bias"] = _map(torch.zeros_like, embedded)
-    start = tower.trunk.linearize_collapse(embedded)(rows["embed"])
+        added = _map(torch.Tensor.expand_as, tower.trunk.expand(positions), embedded)
+        first = _map(torch.sub, embedded, added)
+        rows = _add(rows, index["pos_embed"], added)
+    rows = _add(rows, index["embed"], first)
+    start = tower.trunk.linearize_collapse(embedded)(first)
     for (block, connection, branches), parts in zip(tower.sublayers(), updates, strict=True):
         update = torch.stack(list(parts.values())).sum(0) if len(parts) > 1 else next(iter(parts.values()))
         _, context = connection.read(stream)
         step = connection.linearize(stream, update, context)
-        rows = _carry(step, rows)
+        rows = torch.vmap(step.carry)(rows)  # all at once; what is not written yet stays zero
         for kind in branches:
-            rows[f"{block}_{kind}_out"] = step.inject(parts[kind])
+            rows = _add(rows, index[f"{block}_{kind}_out"], step.inject(parts[kind]))
         if step.offset is not None:
-            rows["bias"] = _map(torch.add, rows["bias"], step.offset)
+            rows = _add(rows, index["bias"], step.offset)
         stream = connection.write(stream, update, context)
     collapse = tower.trunk.linearize_collapse(stream)
-    rows["bias"] = rows.pop("bias")
-    top = {label: collapse(row) for label, row in rows.items()}
+    top = {label: collapse(_map(operator.itemgetter(i), rows)) for label, i in index.items()}
     if (offset := tower.trunk.collapse_offset()) is not None:
         top["bias"] = top["bias"] + offset
     for label in ("pos_embed", "bias"):
@@ -73,11 +81,17 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
     return Ledger(tuple(top), torch.stack(list(top.values())), tower.trunk.collapse(stream), start, mask)
 
 
-def _carry(step: AffineStep, rows: dict[str, Stream]) -> dict[str, Stream]:
-    """Carry all rows at once."""
-    stacked = _map(lambda *tensors: torch.stack(tensors), *rows.values())
-    done = torch.vmap(step.carry)(stacked)
-    return {label: _map(operator.itemgetter(i), done) for i, label in enumerate(rows)}
+def _add(rows: Stream, index: int, row: Stream) -> Stream:
+    """Return the rows with one more in its place; a history's tensors are mostly untouched by a write."""
+
+    def add(all_rows: Tensor, one: Tensor) -> Tensor:
+        if not bool(one.any()):
+            return all_rows
+        changed = all_rows.clone()  # a carry may have handed out one tensor twice
+        changed[index] += one
+        return changed
+
+    return _map(add, rows, row)
 
 
 def _run(
