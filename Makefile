@@ -12,7 +12,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle identity-table connections-table stream-dtype bench hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle check-releases check-report identity-table connections-table stream-dtype bench hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,21 @@ $(VENV)/.oracle: pyproject.toml constraints-oracle.txt $(VENV)/.dev
 	@$(PIP) -c constraints.txt -c constraints-oracle.txt -e '.[dev,oracle]'
 	@touch $@
 
+# One environment for each published release that `mainstem check` is tried on, on top of the development one: what is
+# installed in it comes first, and torch is there once.
+RELEASES := x-transformers-2.31.10 x-transformers-2.12.2 hyper-connections-0.4.11
+CHECKED  := $(RELEASES:%=$(VENV)-check-%/.done)
+ON_CHECKED := MAINSTEM_CHECK_ENVIRONMENTS='$(abspath $(VENV))-check-' $(BIN)/python
+
+$(VENV)-check-%/.done: constraints-check.txt $(VENV)/.dev
+	@echo "Installing $* into an environment of its own (once) ..."
+	@$(BIN)/python -m venv --without-pip $(@D)
+	@$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> $(@D)/lib/$$(ls $(@D)/lib)/site-packages/development.pth
+	@$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps \
+		-r constraints-check.txt $$(echo $* | sed 's/-\([0-9.]*\)$$/==\1/')
+	@touch $@
+
 # ---- what people run -----------------------------------------------------------------------------------------------
 
 audit: $(VENV)/.all $(VENV)/.weights  ## audit SmolLM2 on real text: everything from nothing to the files it names
@@ -74,8 +89,14 @@ fast: $(VENV)/.dev  ## the fast tests alone
 test-slow: $(VENV)/.dev $(VENV)/.weights  ## the tests that need real weights or minutes
 	@$(RUN) pytest -m "slow and not oracle" --durations=5
 
-test-oracle: $(VENV)/.oracle $(VENV)/.weights  ## compare with other packages
-	@$(RUN) pytest -m oracle
+test-oracle: $(VENV)/.oracle $(VENV)/.weights $(CHECKED)  ## compare with other packages
+	@$(ON_CHECKED) -m pytest -m oracle
+
+check-releases: $(CHECKED)  ## mainstem check on published releases: their known faults, and nothing else
+	@$(ON_CHECKED) -m pytest tests/check/test_published_releases.py -m oracle
+
+check-report: $(CHECKED)  ## docs/check-report.md: what mainstem check finds, theirs and ours
+	@$(ON_CHECKED) tests/check/releases.py out/check
 
 identity-table: $(VENV)/.dev $(VENV)/.weights  ## docs/identity-table.md: the books of every architecture tested
 	@$(RUN) benchmarks.identity_table
@@ -93,5 +114,5 @@ hooks: $(VENV)/.dev  ## run lint and types before each commit
 	@$(BIN)/pre-commit install
 
 clean:  ## remove the environment, outputs and caches of tools
-	rm -rf $(VENV) out dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-check-* out dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

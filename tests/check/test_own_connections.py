@@ -1,4 +1,4 @@
-"""Every connection of ours, as a stack and as a tower, passes the suite that other people's code is held to."""
+"""Every connection of ours, as a stack and as a tower, passes the suite that others are held to."""
 
 from __future__ import annotations
 
