@@ -206,6 +206,19 @@ def test_a_model_that_is_random_in_training_is_not_compared() -> None:
     assert "random" in one(report, "train-eval").reason
 
 
+def test_a_module_that_raises_in_training_is_a_finding() -> None:
+    class OnlyEval(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                raise NotImplementedError("no training")
+            return x
+
+    config = only("repeat", "dead-parameter", "growth")
+    report = check(lambda depth: broken.Clean(depth, OnlyEval), config)
+    assert [(f.kind, f.figure) for f in report.findings] == [("dead-parameter", None)]
+    assert report.findings[0].says == "the module raised NotImplementedError: no training"
+
+
 class Returns(nn.Module):
     def __init__(self, value: Any):
         super().__init__()
