@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mainstem.connections.mhc import CONVENTIONS
 from reference_stack import (
     NUM_POSITIONS,
     NUM_SUBLAYERS,
@@ -56,6 +55,7 @@ from mainstem.connections import (
     MVSplit,
     NoResidual,
     NormConfig,
+    OrthogonalUpdate,
     PostNorm,
     PreNorm,
     ReorderedNorm,
@@ -72,6 +72,7 @@ from mainstem.connections import (
     parameter_groups,
     scheme_names,
 )
+from mainstem.connections.mhc import CONVENTIONS
 
 CASES: list[Scheme] = [
     NoResidual(),
@@ -152,6 +153,7 @@ CASES: list[Scheme] = [
     DeltaAttentionResiduals(),
     DeltaAttentionResiduals(block_size=4),
     DeltaAttentionResiduals(exact_start=True),
+    OrthogonalUpdate(),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

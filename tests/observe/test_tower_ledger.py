@@ -19,6 +19,7 @@ SINGLE_CARRIED = {
     "depth_scaled",
     "layer_norm_scaling",
     "layer_scale",
+    "orthogonal_update",
     "pre_norm",
     "reordered_norm",
     "rezero",

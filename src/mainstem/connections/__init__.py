@@ -43,6 +43,7 @@ from mainstem.connections.mix_norm import MixNorm
 from mainstem.connections.mudd import MUDD, MUDDConnection
 from mainstem.connections.mv_split import MVSplit, MVSplitConnection
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
+from mainstem.connections.orthogonal_update import OrthogonalUpdate, OrthogonalUpdateConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
 from mainstem.connections.pre_norm import PreNorm, PreNormConnection
 from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
@@ -105,6 +106,8 @@ __all__ = [
     "NoResidual",
     "NoResidualConnection",
     "NormConfig",
+    "OrthogonalUpdate",
+    "OrthogonalUpdateConnection",
     "ParameterGroup",
     "PostNorm",
     "PostNormConnection",

@@ -31,6 +31,7 @@ from mainstem.connections.mix_norm import MixNorm
 from mainstem.connections.mudd import MUDD
 from mainstem.connections.mv_split import MVSplit
 from mainstem.connections.no_residual import NoResidual
+from mainstem.connections.orthogonal_update import OrthogonalUpdate
 from mainstem.connections.post_norm import PostNorm
 from mainstem.connections.pre_norm import PreNorm
 from mainstem.connections.reordered_norm import ReorderedNorm
@@ -79,6 +80,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         DeltaAttentionResiduals,
         FracConnections,
         GatedStreams,
+        OrthogonalUpdate,
     )
 }
 
