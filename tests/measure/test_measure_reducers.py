@@ -14,7 +14,7 @@ from fake_pass import Pass, make_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mainstem.measure import AngularDistances, LogitLens, Reducer, default_reducers
+from mainstem.measure import AngularDistances, LogitLens, Reducer, _host, default_reducers
 
 HEAD = torch.randn(16, 11, generator=torch.Generator().manual_seed(1))
 
@@ -133,8 +133,13 @@ def test_what_is_not_finite_is_named_and_not_averaged_away(poison: float, place:
     json.dumps([r.to_dict() for r in result.values()], allow_nan=False)
 
 
+@pytest.mark.parametrize("together", [2, 16])
 @pytest.mark.parametrize("median_samples", [None, 50])
-def test_a_pass_that_breaks_off_leaves_no_trace(median_samples: int | None) -> None:
+def test_a_pass_that_breaks_off_leaves_no_trace(
+    median_samples: int | None, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_host, "BLOCKS_TOGETHER", together)
+
     def reducers() -> list[Reducer]:
         made = default_reducers(rounding_every=2, median_samples=median_samples)
         return [*made, AngularDistances("rest"), LogitLens()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import pickle
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -18,32 +19,44 @@ from mainstem.measure.events import Batch, BlockEvent, HostBatch, Reducer
 Floats: TypeAlias = NDArray[np.floating[Any]]
 
 
+BLOCKS_TOGETHER = 16
+"""Blocks whose figures are summed together: what waits for it does not grow with depth."""
+
+
 class HostReducer(Reducer):
     """A reducer whose ``collect`` makes small per-token tensors and whose ``take`` sums them on the host.
 
-    They wait until the pass is complete and are then taken together, blocks stacked: no block waits for a
-    device synchronisation, and what numpy costs is paid once a pass. A pass that breaks off leaves no trace.
-    What waits is a few numbers a token and block, however wide the stream is: 10 for the default reducers
-    together, which share them, 1.2 MB for 1,024 tokens and 30 blocks in fp32.
+    They wait for ``BLOCKS_TOGETHER`` blocks, or the end of the pass, and are then taken together, stacked:
+    few blocks wait for a device synchronisation, and what numpy costs is paid rarely. What waits is a few
+    numbers a token and block, however wide the stream is and however deep the model: 10 for the default
+    reducers together, which share them, 0.65 MB for 1,024 tokens in fp32. A pass that breaks off leaves no
+    trace.
     """
 
     def __init__(self) -> None:
+        self._undo: bytes | None = None
         self._waiting: dict[Hashable, tuple[Hashable, list[int], list[Sequence[Tensor]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # What waits belongs to a pass that is not complete: what travels to another rank or a file is the
         # sums.
-        return {**self.__dict__, "_waiting": {}}
+        return {**self.__dict__, "_waiting": {}, "_undo": None}
 
     def update(self, event: BlockEvent) -> None:
         """Take in one block; block 0 begins a pass and drops what one that broke off has left."""
         if event.block == 0:
             self.forget_pass()
         self.collect(event)
+        if (event.block + 1) % BLOCKS_TOGETHER == 0 and event.block + 1 < event.num_blocks:
+            if self._undo is None:
+                self._undo = pickle.dumps(self)
+            self._take_waiting(event.batch)
 
     def forget_pass(self) -> None:
-        """Drop what waits for the end of a pass."""
+        """Drop what a pass has left that did not come to its end."""
         self._waiting = {}
+        if self._undo is not None:
+            vars(self).update(vars(pickle.loads(self._undo)))
 
     @abc.abstractmethod
     def collect(self, event: BlockEvent) -> None:
@@ -61,6 +74,10 @@ class HostReducer(Reducer):
 
     def end_pass(self, batch: Batch) -> None:
         """Take in what waits."""
+        self._take_waiting(batch)
+        self._undo = None
+
+    def _take_waiting(self, batch: Batch) -> None:
         waiting, self._waiting = self._waiting, {}
         for key, indices, rows in waiting.values():
             columns = [_stack(column) for column in zip(*rows, strict=True)]
