@@ -57,8 +57,8 @@ def test_peak_counts_what_is_held_at_once() -> None:
 
 
 def test_memory_of_recording_does_not_grow_with_depth() -> None:
-    # Both deeper than the blocks whose figures wait for each other.
-    shallow, deep = measure_memory_here(20, 2, 64), measure_memory_here(40, 2, 64)
+    # Both deeper than the blocks whose figures, and whose sampled rows, wait for each other.
+    shallow, deep = measure_memory_here(36, 2, 64), measure_memory_here(72, 2, 64)
     assert shallow["recorded"] > shallow["bare"] > 0
-    # Results grow by some hundred bytes a block; the states themselves would add 20 of the state's size.
+    # Results grow by some hundred bytes a block; the states themselves would add 36 of the state's size.
     assert deep["recorded"] - shallow["recorded"] < 2 * shallow["state"]
