@@ -35,6 +35,7 @@ from mainstem.connections import (
     Admin,
     AttentionResiduals,
     Connection,
+    DeepDelta,
     DeepNorm,
     DeltaAttentionResiduals,
     DenseFormer,
@@ -154,6 +155,8 @@ CASES: list[Scheme] = [
     DeltaAttentionResiduals(block_size=4),
     DeltaAttentionResiduals(exact_start=True),
     OrthogonalUpdate(),
+    DeepDelta(),
+    DeepDelta(beta_start=0.5, value_scale=1.0),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

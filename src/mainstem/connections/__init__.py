@@ -20,6 +20,7 @@ from mainstem.connections._registry import SCHEMES, make_scheme, register, schem
 from mainstem.connections.admin import Admin, AdminConnection
 from mainstem.connections.attention_residuals import AttentionResiduals, AttentionResidualsConnection
 from mainstem.connections.b2t import B2T, B2TConnection
+from mainstem.connections.deep_delta import DeepDelta, DeepDeltaConnection
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
 from mainstem.connections.delta_attention_residuals import (
     DeltaAttentionResiduals,
@@ -67,6 +68,8 @@ __all__ = [
     "B2TConnection",
     "Connection",
     "Context",
+    "DeepDelta",
+    "DeepDeltaConnection",
     "DeepNorm",
     "DeepNormConnection",
     "DeltaAttentionResiduals",

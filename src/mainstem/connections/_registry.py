@@ -11,6 +11,7 @@ from mainstem.connections._base import Scheme
 from mainstem.connections.admin import Admin
 from mainstem.connections.attention_residuals import AttentionResiduals
 from mainstem.connections.b2t import B2T
+from mainstem.connections.deep_delta import DeepDelta
 from mainstem.connections.deep_norm import DeepNorm
 from mainstem.connections.delta_attention_residuals import DeltaAttentionResiduals
 from mainstem.connections.dense_former import DenseFormer
@@ -81,6 +82,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         FracConnections,
         GatedStreams,
         OrthogonalUpdate,
+        DeepDelta,
     )
 }
 
