@@ -59,7 +59,7 @@ def test_peak_counts_what_is_held_at_once() -> None:
 def test_memory_of_recording_does_not_grow_with_depth() -> None:
     shallow, deep = measure_memory_here(12, 4, 128), measure_memory_here(48, 4, 128)
     assert shallow["recorded"] > shallow["bare"] > 0
-    # Holding the states would add 36 of them; what is held is a few numbers a token, a last token a state, and
+    # Holding the states would add 36; what is held is a few numbers a token, a last token a state, and
     # the rows in which rounding is looked at.
     assert deep["recorded"] - shallow["recorded"] < 2 * shallow["state"]
     assert deep["recorded"] <= 1.1 * shallow["recorded"]
