@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from mainstem.connections import (
     B2T,
     MUDD,
+    NGPT,
     Admin,
     AttentionResiduals,
     Connection,
@@ -157,6 +158,8 @@ CASES: list[Scheme] = [
     OrthogonalUpdate(),
     DeepDelta(),
     DeepDelta(beta_start=0.5, value_scale=1.0),
+    NGPT(),
+    NGPT(alpha_start=0.5),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

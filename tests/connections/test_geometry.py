@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from reference_stack import Stack, make_input, make_stack, randomize
-from torch import Tensor
+from torch import Tensor, nn
 
-from mainstem.connections import DeepDelta, NormConfig, OrthogonalUpdate, Scheme
+from mainstem.connections import NGPT, DeepDelta, NormConfig, OrthogonalUpdate, Scheme, normalize_matrices
 from mainstem.errors import ConfigError
 
 RMS = NormConfig()
@@ -120,3 +120,79 @@ def test_a_delta_write_moves_one_coordinate_and_leaves_the_rest(beta: float) -> 
 def test_mistakes_of_a_delta_are_named(mistake: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DeepDelta(**mistake)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+def test_ngpt_moves_along_the_sphere() -> None:
+    def expected(x: Tensor, stack: Stack) -> Tensor:
+        h = unit(x)
+        for each, branch in zip(stack.trunk.connections, stack.branches, strict=True):
+            join: Any = each
+            alpha = (join.stored_alpha * 0.05 / (1 / 8)).abs()  # width 64, alpha_init / alpha_scale
+            h = unit(h + alpha * (unit(branch(8 * h)) - h))
+        return 8 * h
+
+    check(random_stack(NGPT()), expected)
+
+
+@torch.no_grad()
+def test_ngpt_starts_at_its_alpha_and_keeps_unit_length() -> None:
+    trunk = NGPT(alpha_start=0.2).build(width=64, num_sublayers=1).double()
+    join: Any = trunk.connections[0]
+    x, update = make_input(0), make_input(1)
+    written = join.write(x, update, None)
+    torch.testing.assert_close(written, unit(0.8 * unit(x) + 0.2 * unit(update)), **CLOSE)
+    torch.testing.assert_close(written.norm(dim=-1), torch.ones(x.shape[:2], dtype=x.dtype), **CLOSE)
+    torch.testing.assert_close(join.write(1e-3 * x, 1e3 * update, None), written, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_zero_vector_has_no_direction_and_finite_gradients(dtype: torch.dtype) -> None:
+    join: Any = NGPT().build(width=64, num_sublayers=1).to(dtype).connections[0]
+    some, zero = make_input(0, dtype=dtype), make_input(0, dtype=dtype) * 0
+    for x, update, wanted in ((some, zero, unit(some)), (zero, some, unit(some)), (zero, zero, zero)):
+        x, update = x.clone().requires_grad_(), update.clone().requires_grad_()
+        written = join.write(x, update, None)
+        torch.testing.assert_close(written, wanted)
+        (written * make_input(3, dtype=dtype)).sum().backward()
+        assert x.grad is not None
+        assert update.grad is not None
+        assert x.grad.isfinite().all()
+        assert update.grad.isfinite().all()
+        assert join.stored_alpha.grad.isfinite().all()
+
+
+@torch.no_grad()
+def test_matrices_get_unit_length_along_the_stream() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(10, 8),
+            "up_proj": nn.Linear(8, 24),
+            "down_proj": nn.Linear(24, 8, bias=False),
+            "out_proj": nn.Linear(8, 8, bias=False),
+        }
+    ).double()
+    weights: dict[str, Any] = {name: part.weight for name, part in model.items()}
+    weights["embedding"][3] = 0.0
+    bias = model["up_proj"].bias.clone()  # pyright: ignore
+    before = {name: weight.clone() for name, weight in weights.items()}
+    normalize_matrices(model)
+    for name, weight in weights.items():
+        along = 0 if name in ("down_proj", "out_proj") else 1
+        ones = weight.norm(dim=along)
+        if name == "embedding":
+            assert torch.equal(weight[3], torch.zeros(8, dtype=weight.dtype))
+            ones = ones[ones > 0]
+        torch.testing.assert_close(ones, torch.ones_like(ones), **CLOSE)
+        scale = before[name].norm(dim=along, keepdim=True)
+        torch.testing.assert_close(weight * scale, before[name], **CLOSE)
+    assert torch.equal(bias, model["up_proj"].bias)  # pyright: ignore
+
+
+def test_ngpt_needs_a_step_between_nothing_and_all() -> None:
+    with pytest.raises(ConfigError, match=r"alpha_start=0\.0 must be greater than 0 and at most 1"):
+        NGPT(alpha_start=0.0)

@@ -63,7 +63,7 @@ def make_tower(
 
 
 # Gates, and a matrix on what is carried: to the data flow these replace the stream; the last write has all.
-NOT_BY_DATA_FLOW = {"deep_delta", "gru_gate", "highway", "laurel"}
+NOT_BY_DATA_FLOW = {"deep_delta", "gru_gate", "highway", "laurel", "ngpt"}
 # Between blocks its pair is one tensor; data flow takes a block for one write without a residual, since the
 # stream goes on inside by two ways of which one is normed (QUARANTINES.md).
 MISREAD_BY_DATA_FLOW = {"b2t"}

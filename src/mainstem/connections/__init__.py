@@ -43,6 +43,7 @@ from mainstem.connections.mhc import Mhc, MhcConnection
 from mainstem.connections.mix_norm import MixNorm
 from mainstem.connections.mudd import MUDD, MUDDConnection
 from mainstem.connections.mv_split import MVSplit, MVSplitConnection
+from mainstem.connections.ngpt import NGPT, NGPTConnection, normalize_matrices
 from mainstem.connections.no_residual import NoResidual, NoResidualConnection
 from mainstem.connections.orthogonal_update import OrthogonalUpdate, OrthogonalUpdateConnection
 from mainstem.connections.post_norm import PostNorm, PostNormConnection
@@ -59,6 +60,7 @@ from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConn
 __all__ = [
     "B2T",
     "MUDD",
+    "NGPT",
     "SCHEMES",
     "Admin",
     "AdminConnection",
@@ -106,6 +108,7 @@ __all__ = [
     "Mhc",
     "MhcConnection",
     "MixNorm",
+    "NGPTConnection",
     "NoResidual",
     "NoResidualConnection",
     "NormConfig",
@@ -140,6 +143,7 @@ __all__ = [
     "X0ReinjectionConnection",
     "frozen_norm",
     "make_scheme",
+    "normalize_matrices",
     "parameter_groups",
     "register",
     "scheme_names",

@@ -31,6 +31,7 @@ from mainstem.connections.mhc import Mhc
 from mainstem.connections.mix_norm import MixNorm
 from mainstem.connections.mudd import MUDD
 from mainstem.connections.mv_split import MVSplit
+from mainstem.connections.ngpt import NGPT
 from mainstem.connections.no_residual import NoResidual
 from mainstem.connections.orthogonal_update import OrthogonalUpdate
 from mainstem.connections.post_norm import PostNorm
@@ -83,6 +84,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         GatedStreams,
         OrthogonalUpdate,
         DeepDelta,
+        NGPT,
     )
 }
 
