@@ -62,6 +62,7 @@ from mainstem.connections import (
     PreNorm,
     ReorderedNorm,
     ResiDual,
+    Reversible,
     ReZero,
     SandwichNorm,
     Scheme,
@@ -160,6 +161,8 @@ CASES: list[Scheme] = [
     DeepDelta(beta_start=0.5, value_scale=1.0),
     NGPT(),
     NGPT(alpha_start=0.5),
+    Reversible(),
+    Reversible(collapse="sum"),
 ]
 NORMS = [NormConfig(kind="rms"), NormConfig(kind="layer"), NormConfig(kind="rms", unit_offset=True)]
 

@@ -9,7 +9,15 @@ import torch
 from reference_stack import Stack, make_input, make_stack, randomize
 from torch import Tensor, nn
 
-from mainstem.connections import NGPT, DeepDelta, NormConfig, OrthogonalUpdate, Scheme, normalize_matrices
+from mainstem.connections import (
+    NGPT,
+    DeepDelta,
+    NormConfig,
+    OrthogonalUpdate,
+    Reversible,
+    Scheme,
+    normalize_matrices,
+)
 from mainstem.errors import ConfigError
 
 RMS = NormConfig()
@@ -196,3 +204,48 @@ def test_matrices_get_unit_length_along_the_stream() -> None:
 def test_ngpt_needs_a_step_between_nothing_and_all() -> None:
     with pytest.raises(ConfigError, match=r"alpha_start=0\.0 must be greater than 0 and at most 1"):
         NGPT(alpha_start=0.0)
+
+
+def test_reversible_halves_take_turns() -> None:
+    def expected(x: Tensor, stack: Stack) -> Tensor:
+        x1 = x2 = x
+        joins: Any = stack.trunk.connections
+        for i in range(0, len(joins), 2):
+            x1 = x1 + stack.branches[i](rms_norm(x2, joins[i].norm.weight))
+            x2 = x2 + stack.branches[i + 1](rms_norm(x1, joins[i + 1].norm.weight))
+        return final(stack, (x1 + x2) / 2)
+
+    check(random_stack(Reversible()), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_96_blocks_are_inverted(dtype: torch.dtype, error: float) -> None:
+    """From the last state alone: every branch runs again on what it reads in the stream after its write."""
+    stack = make_stack(Reversible(), RMS, num_sublayers=192, dtype=dtype)
+    states = stack.states(make_input(0, dtype=dtype))
+    joins: Any = stack.trunk.connections
+    stream = states[-1]
+    for join, branch, before in zip(joins[::-1], reversed(list(stack.branches)), states[-2::-1], strict=True):
+        stream = join.invert(stream, branch(join.read(stream)[0]))
+        for half, wanted in zip(stream, before, strict=True):
+            assert (half - wanted).norm() <= error * wanted.norm()
+
+
+@torch.no_grad()
+def test_a_reversible_sum_is_twice_the_mean_and_narrow_streams_are_refused() -> None:
+    x = make_input(0)
+    mean, summed = (Reversible(collapse=kind).build(width=64, num_sublayers=2) for kind in ("mean", "sum"))
+    torch.testing.assert_close(mean.collapse(mean.expand(x)), x, **CLOSE)
+    torch.testing.assert_close(summed.collapse(summed.expand(x)), 2 * x, **CLOSE)
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(ConfigError, match=r"cannot be torch\..*float16: what rounding takes"):
+            mean.expand(x.to(dtype))
+    kept = Reversible().build(width=64, num_sublayers=2, stream_dtype=torch.float32).bfloat16()
+    assert [half.dtype for half in kept.enter(x.bfloat16())] == [torch.float32] * 2
+
+
+def test_a_reversible_collapse_is_mean_or_sum() -> None:
+    unknown: Any = "cat"
+    with pytest.raises(ConfigError, match=r"collapse='cat' is not known; choose 'mean' or 'sum'"):
+        Reversible(collapse=unknown)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mainstem.connections import Connection, NormConfig, make_scheme, scheme_names
+from mainstem.errors import ConfigError
 from mainstem.measure.events import BlockEvent
 from mainstem.observe import KeepStream, find_stream, record
 from mainstem.tower import KVCache, Tower, TowerConfig
@@ -63,7 +64,11 @@ def test_the_stream_is_fp32_under_bf16_branches_and_logits_are_bf16(connection: 
     assert logits.dtype == torch.bfloat16
     follow = tower(connection, None).to(torch.bfloat16)
     assert {p.dtype for p in follow.parameters()} == {torch.bfloat16}
-    assert follow(IDS).dtype == torch.bfloat16
+    if "narrow_stream" in follow.config.scheme().refuses:
+        with pytest.raises(ConfigError, match=r'cannot be torch.bfloat16: .* Set stream_dtype="float32"'):
+            follow(IDS)
+    else:
+        assert follow(IDS).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -50,6 +50,7 @@ from mainstem.connections.post_norm import PostNorm, PostNormConnection
 from mainstem.connections.pre_norm import PreNorm, PreNormConnection
 from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
 from mainstem.connections.resi_dual import ResiDual, ResiDualConnection
+from mainstem.connections.reversible import Reversible, ReversibleConnection
 from mainstem.connections.rezero import ReZero, ReZeroConnection
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
 from mainstem.connections.siamese_norm import SiameseNorm, SiameseNormConnection
@@ -126,6 +127,8 @@ __all__ = [
     "ReorderedNormConnection",
     "ResiDual",
     "ResiDualConnection",
+    "Reversible",
+    "ReversibleConnection",
     "SandwichNorm",
     "SandwichNormConnection",
     "Scheme",

@@ -199,7 +199,8 @@ class Scheme(abc.ABC):
         exact_start: start as a stack that computes what plain Pre-LN computes, instead of the published way.
         no_exact_start: why that is impossible, or None where it is possible.
         refuses: feature (``"kv_cache"``, ``"activation_checkpointing"``, ``"compile"``, ``"parallel_block"``,
-            ``"left_padding"``, ``"fsdp"``) -> why the scheme cannot be combined with it.
+            ``"left_padding"``, ``"fsdp"``, ``"narrow_stream"``: below fp32) -> why the scheme cannot be
+            combined with it.
     """
 
     name: ClassVar[str]

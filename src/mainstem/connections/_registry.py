@@ -38,6 +38,7 @@ from mainstem.connections.post_norm import PostNorm
 from mainstem.connections.pre_norm import PreNorm
 from mainstem.connections.reordered_norm import ReorderedNorm
 from mainstem.connections.resi_dual import ResiDual
+from mainstem.connections.reversible import Reversible
 from mainstem.connections.rezero import ReZero
 from mainstem.connections.sandwich_norm import SandwichNorm
 from mainstem.connections.siamese_norm import SiameseNorm
@@ -85,6 +86,7 @@ SCHEMES: dict[str, type[Scheme]] = {
         OrthogonalUpdate,
         DeepDelta,
         NGPT,
+        Reversible,
     )
 }
 
