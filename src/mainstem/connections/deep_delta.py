@@ -22,7 +22,7 @@ class DeepDeltaConnection(Connection):
 
     Shapes: stream, read and update ``[batch, pos, width]``; beta, ``v`` and ``<k, x>`` ``[batch, pos, 1]``;
     both weights ``[width]``, both biases ``[1]``. Parameters: one norm and 2 width + 2; none is decayed.
-    FLOPs: 12 a channel and the norm. Moved: 3 elements a channel.
+    FLOPs: 11 a channel and the norm. Moved: 3 elements a channel.
     At initialisation: beta is 1 up to what the drawn weights (``N(0, 0.25 / width)``) make of the read, so
     that a branch replaces what the stream holds in its direction, and the size of what it returns is without
     effect. The coefficients are computed in fp32 at least.

@@ -39,7 +39,7 @@ class NGPTConnection(Connection):
 
     Shapes: stream, read and update ``[batch, pos, width]``; ``alpha`` is
     ``|stored_alpha| * alpha_start * sqrt(width)``, a number a channel. Parameters: width; not decayed, and no
-    norm (the unit length needs no gain). FLOPs: 19 a channel. Moved: 3 elements a channel.
+    norm (the unit length needs no gain). FLOPs: 13 a channel. Moved: 3 elements a channel.
     At initialisation: ``stored_alpha`` is ``width ** -0.5``, so that an optimiser whose steps do not depend
     on the gradient's size moves ``alpha`` at the pace of a matrix whose rows have length 1; ``alpha`` is
     ``alpha_start``. Not the plain residual.
