@@ -30,7 +30,7 @@ class DeepDeltaConnection(Connection):
     Frozen for the ledger: carry erases, ``s - beta k <k, s>``; inject is ``beta v / |F|`` times the update.
     Source: Zhang et al. 2026 (arXiv 2601.00417), the form with ``d_v = 1``. Read: the authors' code
     (``yifanzhang-pro/deep-delta-learning``, ``model/DDL-vdim1-gpt-mha-rope.py`` and ``init_utils.py``) of
-    early 2026, whose defaults these are; an earlier file, ``DDL-vdim1.py``, has ``v = 2`` for all tokens.
+    July 2026, whose defaults these are; an earlier file, ``DDL-vdim1.py``, has ``v = 2`` for all tokens.
     Departures: the value's bias starts at 0, where theirs is drawn; the gate with a hidden layer and the form
     with ``d_v > 1`` channels of value, with its convolutions, are left out.
     """

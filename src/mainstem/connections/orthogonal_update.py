@@ -30,9 +30,10 @@ class OrthogonalUpdateConnection(Connection):
     all of the stream. A stream of zeros keeps the whole update. The two inner products are fp32 at least.
     Frozen for the ledger: carry is the identity, inject the projection at the stream.
     Source: Oh et al. 2025 (arXiv 2505.11881), the feature-wise update. Read: the authors' code
-    (``BootsofLagrangian/ortho-residual``, ``src/ortho_residual/llama/residual.py``), whose ``channel`` form
-    with ``dim=-1`` and epsilon 1e-6, added to the sum of squares, is this one. Its ``global`` form, as also
-    that of x-transformers, projects over positions too and so shows a token its future; it is not offered.
+    (``BootsofLagrangian/ortho-residual``, ``src/ortho_residual/llama/residual.py``), whose ``feature`` form
+    (earlier ``channel``) over the last dimension, with epsilon 1e-6 added to the sum of squares, is this one.
+    Its ``global`` form flattens all dimensions from a given one on: from the last it is the same, and from
+    the positions on, as x-transformers', it would show a token its future; that is not offered.
     """
 
     def __init__(self, norm: nn.Module, eps: float):
