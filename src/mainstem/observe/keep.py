@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mainstem.errors import ConfigError
 from mainstem.measure.events import BlockEvent, Reducer
+from mainstem.observe.record import sum_of
 
 NameFilter = Callable[[str], bool]
 
@@ -71,11 +72,3 @@ class KeepStream(Reducer):
 
 def _every(name: str) -> bool:
     return True
-
-
-def sum_of(values: list[Tensor]) -> Tensor:
-    """Return the sum of one or more tensors."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total

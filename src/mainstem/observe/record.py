@@ -394,12 +394,7 @@ class Recorder(TorchFunctionMode):
         return found
 
     def _sum(self, values: Sequence[Value]) -> Tensor:
-        total: Tensor | None = None
-        for value in values:
-            part = self.value(value) if value.sign > 0 else -self.value(value)
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        return sum_of([self.value(v) if v.sign > 0 else -self.value(v) for v in values])
 
     def stream_shaped(self, t: Tensor) -> Tensor:
         """Undo a flattening of batch and positions (OPT)."""
@@ -433,11 +428,12 @@ class Recorder(TorchFunctionMode):
         terms = [event.carried, *(w.value for w in event.writes)]
         if _adds_up_exactly([t.detach() for t in terms], event.after.detach(), event.index):
             return
-        error = relative_error(_total(terms), event.after, self.batch.mask)
+        error = relative_error(sum_of(terms), event.after, self.batch.mask)
         self.books.note_additivity(error, event.index)
 
 
-def _total(terms: Sequence[Tensor]) -> Tensor:
+def sum_of(terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of one or more tensors, added in order."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -455,11 +451,11 @@ def _adds_up_exactly(terms: Sequence[Tensor], after: Tensor, site: int) -> bool:
     wrong with a sum (a term left out, a tensor changed behind its back) does so at every token.
     """
     if any(t.shape != after.shape for t in terms) or after.ndim < 3 or after.device.type != "cpu":
-        return torch.equal(_total(terms), after)
+        return torch.equal(sum_of(terms), after)
     rows = max(1, _CHUNK_BYTES // max(1, after[0, 0].numel() * after.element_size()))
     pieces = list(zip(*(t.flatten(0, 1).split(rows) for t in (*terms, after)), strict=True))
     chosen = pieces if len(pieces) <= 4 else pieces[site % 4 :: 4]
-    return all(torch.equal(_total(piece[:-1]), piece[-1]) for piece in chosen)
+    return all(torch.equal(sum_of(piece[:-1]), piece[-1]) for piece in chosen)
 
 
 def _other_path(site: int, expected: int) -> StreamNotFoundError:
