@@ -197,7 +197,7 @@ class Streams(nn.Module):
         self.logits = nn.Parameter(torch.randn(2, 2))
         self.balance = balance
         if shown:
-            self.mixing_matrices = lambda: [self.balance(self.logits)]
+            self.mixing_matrices = lambda stream: [self.balance(self.logits)]
 
     def forward(self, stream: Tensor, branch: Any) -> Tensor:
         mixed = torch.einsum("ij,bpjc->bpic", self.balance(self.logits), stream)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mainstem.check import check, load_factory
-from mainstem.connections import scheme_names
+from mainstem.check.own import subject_names
 from mainstem.report.check import rows
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ CASES = [
     Case(HC, "mhc_v1_4_fractions", "mHC v1, 4 streams, `num_fracs=4`", frozenset({"mixing-sums"})),
 ]
 
-OWN = [name + form for name in scheme_names() for form in ("", "_tower")]
+OWN = [name + form for name in subject_names() for form in ("", "_tower")]
 
 HEADER = """# What `mainstem check` finds in published releases
 

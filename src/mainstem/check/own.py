@@ -1,11 +1,13 @@
 """Our own connections as factories: ``mainstem check mainstem.check.own:pre_norm`` (or ``:pre_norm_tower``).
 
-``NAME`` is a `ResidualStack` of the scheme; ``NAME_tower`` a whole tower, a causal language model.
+``NAME`` is a `ResidualStack` of the scheme; ``NAME_tower`` a whole tower, a causal language model. Beside the
+schemes' names there are those of `VARIANTS`, for what options alone decide, such as what mixes the streams.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,9 +15,21 @@ from torch import nn
 from mainstem.check._subject import Factory
 from mainstem.check.stack import ResidualStack
 from mainstem.connections import Scheme, make_scheme, scheme_names
+from mainstem.connections.mhc import CONVENTIONS
 from mainstem.tower import Tower, TowerConfig
 
 TOWER = "_tower"
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "frac_connections_static": ("frac_connections", {"dynamic": False}),
+    "hyper_connections_static": ("hyper_connections", {"dynamic": False}),
+    "mhc_cayley": ("mhc", {"mixing": "cayley"}),
+    "mhc_deepseek_v4": ("mhc", CONVENTIONS["deepseek_v4"]),
+    "mhc_exact": ("mhc", {"exact_start": True}),
+    "mhc_kronecker": ("mhc", {"mixing": "kronecker"}),
+    "mhc_megatron": ("mhc", CONVENTIONS["megatron"]),
+    "mhc_permutation": ("mhc", {"mixing": "permutation"}),
+}
+"""Name -> the scheme it is of, and its options."""
 
 
 def stack_of(scheme: Scheme, depth: int, width: int = 32) -> ResidualStack:
@@ -47,9 +61,17 @@ def tower_of(connection: str, depth: int, width: int = 32, **options: Any) -> nn
     return Tower(config)
 
 
+def subject_names() -> list[str]:
+    """Return every name that can be asked for, without ``_tower``."""
+    return [*scheme_names(), *VARIANTS]
+
+
 def __getattr__(name: str) -> Factory:
-    if name in scheme_names():
-        return functools.partial(stack_of, make_scheme(name))
-    if name.removesuffix(TOWER) in scheme_names():
-        return functools.partial(tower_of, name.removesuffix(TOWER))
-    raise AttributeError(f"{name!r} is no connection of mainstem; they are: {', '.join(scheme_names())}.")
+    stem = name.removesuffix(TOWER)
+    if stem not in subject_names():
+        names = ", ".join(subject_names())
+        raise AttributeError(f"{name!r} is no connection of mainstem; they are: {names}.")
+    scheme, options = VARIANTS.get(stem, (stem, {}))
+    if name == stem:
+        return functools.partial(stack_of, make_scheme(scheme, **options))
+    return functools.partial(tower_of, scheme, **options)

@@ -15,7 +15,7 @@ KINDS = {
     "growth": "the stream does not grow exponentially with depth",
     "non-finite": "outputs and gradients are finite at every depth",
     "start-distance": "distance from plain Pre-LN with the same branches",
-    "mixing-sums": "rows and columns of mixing matrices sum to 1",
+    "mixing-sums": "mixing matrices have the row and column sums, or are as orthogonal, as promised",
     "dead-parameter": "every parameter gets a gradient",
     "train-eval": "train and eval mode agree without dropout",
     "compile": "compiled and eager runs agree",

@@ -21,8 +21,9 @@ class ResidualStack(nn.Module):
     Args:
         connections: one for each sublayer; called as ``connection(stream, branch)`` with a callable
             ``branch`` from ``[batch, pos, width]`` to the same, it returns the next stream. A connection with
-            a method ``mixing_matrices() -> list[Tensor]`` (of its last forward pass, ``[..., n, n]``) has
-            their row and column sums checked.
+            a method ``mixing_matrices(stream)``, called with what its ``forward`` was, shows how it mixes
+            streams: a list of `mainstem.connections.MixingMatrix`, whose promises are checked, or of tensors
+            ``[..., out, in]``, which are held to be doubly stochastic.
         width: size of the last dimension of what a branch reads and returns.
         expand: ``[batch, pos, width]`` to the stream; the identity when not given.
         collapse: the last stream to ``[batch, pos, width]``; the identity when not given.

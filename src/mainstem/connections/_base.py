@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,27 @@ class AffineStep:
     carry: Callable[[Stream], Stream]
     inject: Callable[[Tensor], Stream]
     offset: Stream | None = None
+
+
+Promise: TypeAlias = Literal["rows", "columns", "orthogonal"]
+"""What holds of a mixing matrix for any weights: rows, or columns, that sum to 1; or ``M M^T = 1``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MixingMatrix:
+    """How a step carries n parts of the stream into one another: ``X'_o = sum_i values[..., o, i] X_i``.
+
+    Rows that sum to 1 keep equal streams equal; with columns too, and no negative entry, the matrix is doubly
+    stochastic and cannot make the streams grow at any depth; nor can an orthogonal one.
+
+    Attributes:
+        values: ``[..., out, in]``.
+        promises: what the scheme claims of every such matrix, and `mainstem check` holds it to; empty for a
+            free matrix.
+    """
+
+    values: Tensor
+    promises: frozenset[Promise] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +126,13 @@ class Connection(StreamModule, abc.ABC):
     @abc.abstractmethod
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Return the step that :meth:`write` would make, with its coefficients frozen."""
+
+    def mixing_matrices(self, stream: Stream) -> list[MixingMatrix]:
+        """Return the matrices by which this step, at ``stream``, carries parts of it into one another.
+
+        For `mainstem check` and for people; none for a stream that is one tensor ``[batch, pos, width]``.
+        """
+        return []
 
     def reset_parameters(self) -> None:
         """Draw the initial values again: norms to gain 1 and bias 0.

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from mainstem.connections._base import Promise
 from mainstem.connections._sinkhorn import Sinkhorn
 from mainstem.errors import ConfigError
 
@@ -21,11 +22,11 @@ class MixGenerator(nn.Module, abc.ABC):
 
     Attributes:
         num_logits: how many there are.
-        row_sums_are_one: for any logits, so that equal streams stay equal whatever the token.
+        promises: what holds for any logits: doubly stochastic (rows and columns), or orthogonal.
     """
 
     num_logits: int
-    row_sums_are_one: bool = True
+    promises: frozenset[Promise] = frozenset({"rows", "columns"})
 
     @abc.abstractmethod
     def published_start(self) -> Tensor:
@@ -141,7 +142,7 @@ class CayleyMix(MixGenerator):
     paper iterates a fixed point.
     """
 
-    row_sums_are_one = False
+    promises = frozenset({"orthogonal"})
     basis: Tensor
 
     def __init__(self, num_streams: int):

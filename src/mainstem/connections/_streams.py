@@ -27,7 +27,9 @@ from mainstem.connections._base import (
     AffineStep,
     Connection,
     Context,
+    MixingMatrix,
     ParameterGroup,
+    Promise,
     Scheme,
     Stream,
     Trunk,
@@ -64,11 +66,30 @@ def unweighted_rms(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+def carried_matrix(carry: Callable[[Tensor], Tensor], stream: Tensor) -> Tensor:
+    """Read off the matrix by which ``carry`` mixes the streams of ``stream``: ``[batch, pos, out, in]``.
+
+    Asks it for what it makes of a unit in each stream, in the dtype of coefficients.
+    """
+    nothing = torch.zeros_like(stream, dtype=coefficient_dtype(stream))
+    columns: list[Tensor] = []
+    for i in range(stream.shape[-2]):
+        unit = nothing.clone()
+        unit[..., i, :] = 1.0
+        columns.append(carry(unit)[..., 0])
+    return torch.stack(columns, dim=-1)
+
+
 class StreamsConnection(Connection):
     """``X' = mix X + write_weight u^T``, ``u = F(N(read_weight^T X))``; subclasses give the coefficients.
 
     The context is ``(write_weight,)``, or ``(write_weight, mix)`` where the streams are mixed.
+
+    Attributes:
+        promises: what holds of the mix for any weights; nothing, unless a subclass says so.
     """
+
+    promises: frozenset[Promise] = frozenset()
 
     def __init__(self, norm: nn.Module):
         super().__init__()
@@ -105,6 +126,24 @@ class StreamsConnection(Connection):
             return mix_streams(mix[0], s) if mix else s
 
         return AffineStep(carry=carry, inject=lambda u: spread_update(write_weight, u))
+
+    def mixing_matrices(self, stream: Stream) -> list[MixingMatrix]:
+        """Return the mix, read off the carry."""
+        return streams_mix(self, stream, self.promises)
+
+
+def streams_mix(connection: Connection, stream: Stream, promises: frozenset[Promise]) -> list[MixingMatrix]:
+    """Return the one matrix by which ``connection`` carries ``[batch, pos, n, width]``, with its promises."""
+    assert isinstance(stream, Tensor)
+    _, context = connection.read(stream)
+    step = connection.linearize(stream, torch.zeros_like(stream[..., 0, :]), context)
+
+    def carry(s: Tensor) -> Tensor:
+        carried = step.carry(s)
+        assert isinstance(carried, Tensor)
+        return carried
+
+    return [MixingMatrix(carried_matrix(carry, stream), promises)]
 
 
 class SigmoidCoefficients(nn.Module):

@@ -13,13 +13,14 @@ from mainstem.connections._base import (
     AffineStep,
     Connection,
     Context,
+    MixingMatrix,
     ParameterGroup,
     Properties,
     Scheme,
     Stream,
 )
 from mainstem.connections._norms import NormConfig
-from mainstem.connections._streams import coefficient_dtype, mix_streams, start_at_
+from mainstem.connections._streams import carried_matrix, coefficient_dtype, mix_streams, start_at_
 from mainstem.connections.hyper_connections import dynamic_groups
 from mainstem.errors import ConfigError
 
@@ -115,6 +116,19 @@ class FracConnection(Connection):
             return (write.unsqueeze(-1) * self._split(u)).to(u.dtype).flatten(-2)
 
         return AffineStep(carry=carry, inject=inject)
+
+    def mixing_matrices(self, stream: Stream) -> list[MixingMatrix]:
+        """Return ``A^T`` over the fractions, read off the carry; it promises nothing."""
+        assert isinstance(stream, Tensor)
+        _, context = self.read(stream)
+        step = self.linearize(stream, torch.zeros_like(stream), context)
+
+        def carry(fractions: Tensor) -> Tensor:
+            carried = step.carry(fractions.flatten(-2))
+            assert isinstance(carried, Tensor)
+            return self._split(carried)
+
+        return [MixingMatrix(carried_matrix(carry, self._split(stream)))]
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Dynamic matrices are decayed, the rest is not (arXiv 2511.11238, section 3.3)."""

@@ -15,6 +15,7 @@ from mainstem.connections._base import (
     AffineStep,
     Connection,
     Context,
+    MixingMatrix,
     ParameterGroup,
     Properties,
     Stream,
@@ -28,6 +29,7 @@ from mainstem.connections._streams import (
     coefficient_dtype,
     spread_update,
     start_at_,
+    streams_mix,
 )
 from mainstem.errors import ConfigError
 
@@ -142,6 +144,10 @@ class GatedStreamsConnection(Connection):
         assert isinstance(context, tuple)
         weights = context[0]
         return AffineStep(carry=lambda s: s, inject=lambda u: spread_update(weights, u))
+
+    def mixing_matrices(self, stream: Stream) -> list[MixingMatrix]:
+        """Return the identity, read off the carry."""
+        return streams_mix(self, stream, frozenset({"rows", "columns", "orthogonal"}))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Matrices are decayed, gains are not."""

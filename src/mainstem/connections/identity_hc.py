@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mainstem.connections._base import Connection, ParameterGroup, Properties
+from mainstem.connections._base import Connection, ParameterGroup, Promise, Properties
 from mainstem.connections._norms import NormConfig
 from mainstem.connections._streams import (
     SigmoidCoefficients,
@@ -59,6 +59,8 @@ class IdentityHCConnection(StreamsConnection):
     fixes it to the identity), also known as iHC; formulas of its eqs. 7 and 8 read there. No reference
     implementation was found; the one of HY-V4 is :class:`IndependentHC`.
     """
+
+    promises: frozenset[Promise] = frozenset({"rows", "columns", "orthogonal"})
 
     def __init__(self, *, norm: nn.Module, gates: SigmoidCoefficients, start: GateStart):
         super().__init__(norm)

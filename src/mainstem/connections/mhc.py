@@ -73,6 +73,7 @@ class MhcConnection(IdentityHCConnection):
         self.mix_start = mix_start
         super().__init__(norm=norm, gates=gates, start=start)
         self.generator = generator
+        self.promises = generator.promises  # each holds of the transposed matrix too
         self.transposed = mix_start.orientation == "in_out"
 
     def reset_parameters(self) -> None:
@@ -167,7 +168,7 @@ class Mhc(GatedStreamsScheme):
         with torch.device("cpu"):  # numbers, also where the model itself is built without any
             logits = generator.exact_start() if self.exact_start else generator.published_start()
         # Rows that sum to 1 for any logits may depend on the token without moving streams that are equal.
-        still = self.exact_start and not generator.row_sums_are_one
+        still = self.exact_start and "rows" not in generator.promises
         mix_start = MixStart(
             logits=tuple(logits.tolist()), projection_std=0.0 if still else 0.02, orientation=self.orientation
         )
