@@ -67,6 +67,8 @@ NOT_BY_DATA_FLOW = {"deep_delta", "gru_gate", "highway", "laurel", "ngpt"}
 # Between blocks its pair is one tensor; data flow takes a block for one write without a residual, since the
 # stream goes on inside by two ways of which one is normed (QUARANTINES.md).
 MISREAD_BY_DATA_FLOW = {"b2t"}
+# Up to the block whose output is kept there is one state, and beyond it there are two.
+HALF_BY_DATA_FLOW = {"backout"}
 
 
 def by_data_flow(connection: str) -> bool:
@@ -82,7 +84,7 @@ def both(tower: Tower) -> tuple[Ledger, Ledger]:
     ids = torch.randint(0, 50, (2, 7))
     inputs = {"token_ids": ids}
     linearized = tower_ledger(tower, ids)
-    if tower.config.connection in MISREAD_BY_DATA_FLOW:
+    if tower.config.connection in MISREAD_BY_DATA_FLOW | HALF_BY_DATA_FLOW:
         return linearized, linearized
     connection = tower.config.connection
     if make_scheme(connection).properties.has_history:
@@ -153,6 +155,24 @@ def test_a_parallel_block_has_a_row_for_each_branch() -> None:
     assert linearized.labels == ("embed", *(f"{i}_{kind}_out" for i in range(4) for kind in ("attn", "mlp")))
     for label in linearized.labels:
         torch.testing.assert_close(linearized[label], followed[label], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 96])
+def test_a_map_that_ends_below_the_last_block_says_so(num_blocks: int) -> None:
+    tower = make_tower("backout", torch.float64, num_blocks=num_blocks)
+    inputs = {"token_ids": torch.randint(0, 50, (2, 7))}
+    stream_map = find_stream(tower, inputs)
+    kept = 2 * num_blocks // 3
+    assert [block.module for block in stream_map.blocks] == [f"blocks.{i}" for i in range(kept + 1)]
+    (note,) = stream_map.notes
+    assert note.startswith(f"{num_blocks - kept - 1} blocks are left out, from blocks.{kept + 1} on:")
+    followed = ledger(tower, inputs, stream_map)
+    assert followed.error <= TOLERANCE[torch.float64]
+    # What the lower blocks wrote comes out less the share that is taken out again at the end.
+    linearized = tower_ledger(tower, inputs["token_ids"])
+    share = 1 - tower.get_parameter("trunk.difference.backout_weight")
+    for label in followed.labels:
+        torch.testing.assert_close(linearized[label], share * followed[label], rtol=1e-10, atol=1e-14)
 
 
 def test_a_ledger_that_does_not_balance_is_refused() -> None:

@@ -22,6 +22,7 @@ from mainstem.connections._registry import SCHEMES, make_scheme, register, schem
 from mainstem.connections.admin import Admin, AdminConnection
 from mainstem.connections.attention_residuals import AttentionResiduals, AttentionResidualsConnection
 from mainstem.connections.b2t import B2T, B2TConnection
+from mainstem.connections.backout import Backout, BackoutConnection
 from mainstem.connections.deep_delta import DeepDelta, DeepDeltaConnection
 from mainstem.connections.deep_norm import DeepNorm, DeepNormConnection
 from mainstem.connections.delta_attention_residuals import (
@@ -58,6 +59,7 @@ from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnect
 from mainstem.connections.siamese_norm import SiameseNorm, SiameseNormConnection
 from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
 from mainstem.connections.sub_norm import SubNorm
+from mainstem.connections.unet_skips import UNetSkipConnection, UNetSkips
 from mainstem.connections.x0_reinjection import X0Reinjection, X0ReinjectionConnection
 
 __all__ = [
@@ -71,6 +73,8 @@ __all__ = [
     "AttentionResiduals",
     "AttentionResidualsConnection",
     "B2TConnection",
+    "Backout",
+    "BackoutConnection",
     "Connection",
     "Context",
     "DeepDelta",
@@ -145,6 +149,8 @@ __all__ = [
     "SubNorm",
     "TrainingRules",
     "Trunk",
+    "UNetSkipConnection",
+    "UNetSkips",
     "UnitOffsetRMSNorm",
     "X0Reinjection",
     "X0ReinjectionConnection",

@@ -11,6 +11,7 @@ from mainstem.connections._base import Scheme
 from mainstem.connections.admin import Admin
 from mainstem.connections.attention_residuals import AttentionResiduals
 from mainstem.connections.b2t import B2T
+from mainstem.connections.backout import Backout
 from mainstem.connections.deep_delta import DeepDelta
 from mainstem.connections.deep_norm import DeepNorm
 from mainstem.connections.delta_attention_residuals import DeltaAttentionResiduals
@@ -44,6 +45,7 @@ from mainstem.connections.sandwich_norm import SandwichNorm
 from mainstem.connections.siamese_norm import SiameseNorm
 from mainstem.connections.stochastic_depth import StochasticDepth
 from mainstem.connections.sub_norm import SubNorm
+from mainstem.connections.unet_skips import UNetSkips
 from mainstem.connections.x0_reinjection import X0Reinjection
 from mainstem.errors import ConfigError
 
@@ -81,6 +83,8 @@ SCHEMES: dict[str, type[Scheme]] = {
         MUDD,
         AttentionResiduals,
         DeltaAttentionResiduals,
+        UNetSkips,
+        Backout,
         FracConnections,
         GatedStreams,
         OrthogonalUpdate,

@@ -212,6 +212,7 @@ class _MapBuilder:
         streams = shape[2] if len(shape) == 4 else 1
         if before:
             self._note_copies(before[0].start.output.shape, shape)
+        self._note_unmapped()
         return StreamMap(
             source=Value((before[0].start if before else pieces[0].state).key),
             front=tuple(self._value(leaf) for link in before for leaf in link.constant),
@@ -231,6 +232,17 @@ class _MapBuilder:
         if embedding[:-1] == state[:-1] and copies > 1 and not rest:
             self.notes.append(
                 f"the state begins as {copies} copies of the embedding, {embedding[-1]} wide, side by side"
+            )
+
+    def _note_unmapped(self) -> None:
+        """Note blocks that hold no state: an earlier one is used again after them."""
+        frames = [[self.block_frame(node) for node in link.nodes] for link in self.chain.links]
+        with_state = {self.block_frame(state) for state in self.chain.states}
+        missed = {frame.path for inside in frames for frame in inside if frame and frame not in with_state}
+        if missed:
+            self.notes.append(
+                f"{len(missed)} blocks are left out, from {min(missed, key=_by_number)} on: they work on "
+                "more than one tensor"
             )
 
     def _pieces(self) -> list[_Piece]:
@@ -427,6 +439,10 @@ class _MapBuilder:
             "that adds its embedding again after its last block, has no single state between its blocks and "
             "cannot be mapped. If it keeps one cache tensor for all blocks (RWKV), pass use_cache=False."
         )
+
+
+def _by_number(path: str) -> int:
+    return int(path.rpartition(".")[2])
 
 
 @dataclasses.dataclass
