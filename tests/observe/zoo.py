@@ -430,9 +430,9 @@ def _tower(connection: str) -> Case:
 
 
 # What a data flow cannot tell of a tower: b2t is found with one write a block and no residual; backout has
-# two states beyond the block that it takes out again; a gate, a delta or a matrix on what is carried replaces the
-# stream as far as additions show; mixed streams are held in test_tower_ledger.py, whose rows say more than a
-# map of sites.
+# two states beyond the block that it takes out again; a gate, a delta or a matrix on what is carried replaces
+# the stream as far as additions show; mixed streams are held in test_tower_ledger.py, whose rows say more
+# than a map of sites.
 BEYOND_DATA_FLOW = {"b2t", "backout", "deep_delta", "gru_gate", "highway", "laurel", "ngpt"}
 for _name in scheme_names():
     _properties = make_scheme(_name).properties
