@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,9 @@ class _Moved:
         return self.relative > self.limit
 
 
+_Measure: TypeAlias = Callable[[Subject, _Case], _Moved]
+
+
 def check_repeat(subject: Subject) -> Outcome:
     """Look whether a second run in eval mode gives the same: everything else compares two runs."""
     depth = subject.config.depths[0]
@@ -69,59 +72,63 @@ def check_repeat(subject: Subject) -> Outcome:
 
 def check_future(subject: Subject) -> list[Outcome]:
     """Change the last token alone: earlier outputs must stay."""
-    outcomes: list[Outcome] = []
-    for mode in ("eval", "train"):
-        found, largest = _first_leak(subject, mode, _future)
-        if found is None:
-            says = f"{mode} mode: the last token changed, no earlier output moved beyond rounding"
-            outcomes.append(Passed(kind="future-leak", figure=largest, says=says))
-            continue
-        case = _fewest_tokens(subject, found)
-        moved = _future(subject, case)
-        module = _first_module(subject, found)  # many tokens: few could be mistaken for heads
-        outcomes.append(
-            Finding(
-                kind="future-leak",
-                figure=moved.most,
-                where=f"position {moved.first}" + (f", first in {module}" if module else ""),
-                depth=case.depth,
-                says=f"{mode} mode: changing only token {case.tokens - 1} of {case.tokens} moves earlier "
-                f"outputs by up to {moved.most:.2g}{_as(case)}.",
-                details=dataclasses.asdict(case) | {"position": moved.first, "module": module},
-            )
-        )
-    return outcomes
+    held = "the last token changed, no earlier output moved beyond rounding"
+    return _in_each_mode(subject, "future-leak", held, _future, _future_leak)
 
 
 def check_batch(subject: Subject) -> list[Outcome]:
     """Change the last sequence alone: the others must stay."""
+    held = "one sequence changed, no other's output moved beyond rounding"
+    return _in_each_mode(subject, "batch-leak", held, _batch, _batch_leak)
+
+
+def _in_each_mode(
+    subject: Subject, kind: str, held: str, measure: _Measure, describe: Callable[[Subject, _Case], Finding]
+) -> list[Outcome]:
+    """Look for a leak in eval and in training mode; say what ``held``, or describe the smallest leak."""
     outcomes: list[Outcome] = []
     for mode in ("eval", "train"):
-        case, largest = _first_leak(subject, mode, _batch)
+        case, largest = _first_leak(subject, mode, measure)
         if case is None:
-            says = f"{mode} mode: one sequence changed, no other's output moved beyond rounding"
-            outcomes.append(Passed(kind="batch-leak", figure=largest, says=says))
-            continue
-        moved = _batch(subject, case)
-        outcomes.append(
-            Finding(
-                kind="batch-leak",
-                figure=moved.most,
-                where=f"sequence {moved.first}",
-                depth=case.depth,
-                says=f"{mode} mode: changing only the last of {subject.config.batch} sequences moves the "
-                f"outputs of others by up to {moved.most:.2g}{_as(case)}.",
-                details=dataclasses.asdict(case) | {"sequence": moved.first},
-            )
-        )
+            outcomes.append(Passed(kind=kind, figure=largest, says=f"{mode} mode: {held}"))
+        else:
+            outcomes.append(describe(subject, case))
     return outcomes
+
+
+def _future_leak(subject: Subject, found: _Case) -> Finding:
+    case = _fewest_tokens(subject, found)
+    moved = _future(subject, case)
+    module = _first_module(subject, found)  # many tokens: few could be mistaken for heads
+    return Finding(
+        kind="future-leak",
+        figure=moved.most,
+        where=f"position {moved.first}" + (f", first in {module}" if module else ""),
+        depth=case.depth,
+        says=f"{case.mode} mode: changing only token {case.tokens - 1} of {case.tokens} moves earlier "
+        f"outputs by up to {moved.most:.2g}{_as(case)}.",
+        details=dataclasses.asdict(case) | {"position": moved.first, "module": module},
+    )
+
+
+def _batch_leak(subject: Subject, case: _Case) -> Finding:
+    moved = _batch(subject, case)
+    return Finding(
+        kind="batch-leak",
+        figure=moved.most,
+        where=f"sequence {moved.first}",
+        depth=case.depth,
+        says=f"{case.mode} mode: changing only the last of {subject.config.batch} sequences moves the "
+        f"outputs of others by up to {moved.most:.2g}{_as(case)}.",
+        details=dataclasses.asdict(case) | {"sequence": moved.first},
+    )
 
 
 def _as(case: _Case) -> str:
     return "" if case.weights == "as built" else ", once parameters of one value (gates, gains) are moved"
 
 
-def _first_leak(subject: Subject, mode: str, measure: Any) -> tuple[_Case | None, float]:
+def _first_leak(subject: Subject, mode: str, measure: _Measure) -> tuple[_Case | None, float]:
     """Return the smallest case that leaks, weights as built first, and the largest movement seen."""
     largest = 0.0
     for weights in ("as built", "moved"):
