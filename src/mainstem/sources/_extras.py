@@ -13,12 +13,13 @@ from typing import Any
 from mainstem.errors import MissingExtraError
 
 
-def require(module: str, *, feature: str) -> Any:
+def require(module: str, *, feature: str, extra: str = "hf") -> Any:
     """Import ``module`` or say which extra brings it.
 
     Args:
         module: name of an optional package, as imported, e.g. ``"transformers"``.
         feature: what the user wanted, as the subject of a sentence: ``"Loading a model"``.
+        extra: of mainstem, which brings it.
 
     Raises:
         MissingExtraError: the package is not installed. An import error *inside* it is passed on unchanged.
@@ -29,7 +30,7 @@ def require(module: str, *, feature: str) -> Any:
         package = module.partition(".")[0]
         if error.name != package:
             raise
-        raise MissingExtraError(feature, package, "hf") from error
+        raise MissingExtraError(feature, package, extra) from error
 
 
 def versions(*packages: str) -> dict[str, str | None]:

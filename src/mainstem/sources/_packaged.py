@@ -1,4 +1,4 @@
-"""Models whose weights come inside a Python package: no hub, no account."""
+"""Models whose weights come inside a Python package, and texts inside ours: no hub, no account."""
 
 from __future__ import annotations
 
@@ -55,3 +55,8 @@ PACKAGED: dict[str, PackagedModel] = {
     ),
 }
 """Shorthand -> packaged model. Add a line to teach `load_model` another one."""
+
+PACKAGED_TEXTS: dict[str, Path] = {
+    "sotu": Path(__file__).parent / "texts" / "state_of_the_union.txt.xz",
+}
+"""Shorthand -> text that comes with mainstem; ``texts/README.md`` says what each is."""

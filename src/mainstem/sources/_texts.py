@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import lzma
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +15,9 @@ from mainstem.errors import SourceError
 
 from ._datasets import dataset_rows
 from ._files import files_of_folder, read_utf8
+from ._packaged import PACKAGED_TEXTS
 
-TextKind = Literal["auto", "literal", "path", "dataset"]
+TextKind = Literal["auto", "literal", "path", "dataset", "packaged"]
 
 _PREFIXES: dict[str, TextKind] = {"text:": "literal", "dataset:": "dataset"}
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -90,12 +92,13 @@ def load_text(
 
             - a file (UTF-8; a byte-order mark is dropped) or a folder (its files by sorted path, hidden ones
               left out);
+            - ``sotu``, the State of the Union addresses of 1946 to 2021, which come with mainstem;
             - ``NAME`` or ``NAME:CONFIG`` of the library ``datasets``;
             - the words themselves, if they hold white space and do not look like a path (one line with a
               slash or ending like a file name looks like one, and is an error when nothing is there);
             - ``text:WORDS`` and ``dataset:NAME`` say which.
-        kind: ``"literal"``, ``"path"`` or ``"dataset"`` take ``text`` as just that; ``"auto"`` decides as
-            above.
+        kind: ``"literal"``, ``"path"``, ``"dataset"`` or ``"packaged"`` take ``text`` as just that;
+            ``"auto"`` decides as above.
         split: of a dataset.
         column: of a dataset; default ``"text"``, or the only column of strings.
         pattern: of the files in a folder, as `pathlib.Path.glob` takes it.
@@ -110,6 +113,8 @@ def load_text(
     name, kind = _classify(text, kind)
     if kind == "literal":
         source = _literal(name)
+    elif kind == "packaged":
+        source = _packaged(name)
     elif kind == "path":
         source = _path(Path(name).expanduser(), pattern, separator)
     else:
@@ -134,6 +139,8 @@ def _classify(text: str | os.PathLike[str], kind: TextKind) -> tuple[str, TextKi
         raise SourceError("The text is empty: nothing but white space was given.")
     if _exists(name):
         return name, "path"
+    if name in PACKAGED_TEXTS:
+        return name, "packaged"
     if "\n" in name or ("/" not in name and len(name) > _LONGEST_NAME):
         return name, "literal"
     if _SUFFIX.search(name) or name.startswith(("/", "./", "../", "~")):
@@ -166,6 +173,20 @@ def _literal(words: str) -> TextSource:
         documents=lambda: [[words]],
         num_bytes=num_bytes,
         provenance={"kind": "literal", "name": "literal"},
+    )
+
+
+def _packaged(name: str) -> TextSource:
+    if name not in PACKAGED_TEXTS:
+        raise SourceError(f"No text {name!r} comes with mainstem; there is {', '.join(PACKAGED_TEXTS)}.")
+    documents = lzma.decompress(PACKAGED_TEXTS[name].read_bytes()).decode().strip().split("\n\n")
+    return TextSource(
+        kind="file",
+        name=name,
+        documents=lambda: ([document] for document in documents),
+        separator="\n\n",
+        num_bytes=sum(len(document.encode()) for document in documents),
+        provenance={"kind": "packaged", "name": name, "file": PACKAGED_TEXTS[name].name},
     )
 
 

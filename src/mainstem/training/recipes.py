@@ -1,0 +1,39 @@
+"""Whole runs with a name. Each docstring says what it needs and what it came to when it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mainstem.errors import ConfigError
+from mainstem.training.config import TrainConfig
+
+
+def quick() -> TrainConfig:
+    """12 blocks, width 64, 300 steps: minutes on a laptop, to see that everything works."""
+    return TrainConfig(depth=12, trainer={"max_steps": 300, "learning_rate": 3e-3})
+
+
+def tower96() -> TrainConfig:
+    """96 blocks, width 64, 3,000 steps of 1,024 tokens of the State of the Union addresses.
+
+    The towers that come with mainstem are two of these: as it is, and with ``--connection no_residual``.
+    """
+    return TrainConfig(
+        depth=96,
+        width=64,
+        trainer={"max_steps": 3000, "learning_rate": 1.5e-3, "save_steps": 200, "eval_steps": 300},
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"quick": quick, "tower96": tower96}
+
+
+def recipe(name: str) -> TrainConfig:
+    """Return the config of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in RECIPES:
+        raise ConfigError(f"There is no recipe {name!r}; there is {', '.join(RECIPES)}.")
+    return RECIPES[name]()
