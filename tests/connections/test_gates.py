@@ -1,4 +1,4 @@
-"""Gates against their formulas, written out in fp64 from the papers, and against other people's modules."""
+"""Gates against their formulas, written out in fp64 from the papers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 import torch
 from reference_stack import NUM_SUBLAYERS, Stack, make_input, make_stack, randomize
-from torch import Tensor, nn
-from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextLaurelBlock
+from torch import Tensor
 
 from mainstem.connections import (
     GRUGate,
-    GRUGateConnection,
     Highway,
     Laurel,
-    LaurelConnection,
     NormConfig,
     Scheme,
     X0Reinjection,
@@ -101,29 +97,6 @@ def test_laurel_is_its_formula(variant: Any) -> None:
     check(stack, expected)
 
 
-def test_laurel_lr_is_gemma_3ns_block_without_its_norm() -> None:
-    """Gemma 3n norms the low-rank term, which the paper does not."""
-    width, rank = 64, 8
-    theirs = Gemma3nTextLaurelBlock(Gemma3nTextConfig(hidden_size=width, laurel_rank=rank)).double()
-    theirs.post_laurel_norm = nn.Identity()
-    ours = LaurelConnection(nn.Identity(), "lr", width=width, rank=rank, num_past=0, keep=0).double()
-    randomize(ours)
-    assert ours.down is not None
-    assert ours.up is not None
-    with torch.no_grad():
-        theirs.linear_left.weight.copy_(ours.down)
-        theirs.linear_right.weight.copy_(ours.up)
-    x, update = make_input(0).requires_grad_(), make_input(1)
-    found, wanted = ours.write(x, update, None), theirs(x) + update
-    assert isinstance(found, Tensor)
-    torch.testing.assert_close(found, wanted, **CLOSE)
-    direction = make_input(2)
-    mine = torch.autograd.grad((found * direction).sum(), [x, ours.down, ours.up])
-    others = [x, theirs.linear_left.weight, theirs.linear_right.weight]
-    for a, b in zip(mine, torch.autograd.grad((wanted * direction).sum(), others), strict=True):
-        torch.testing.assert_close(a, b, **CLOSE)
-
-
 def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + (-x).exp())
 
@@ -158,24 +131,3 @@ def test_gru_gate_is_its_formula(relu: bool) -> None:
         return final(stack, x)
 
     check(stack, expected)
-
-
-def test_gru_gate_is_torchs_cell_where_the_two_mean_the_same() -> None:
-    """nn.GRUCell resets after the matrix, GTrXL before: the same for a diagonal one. Its z is kept."""
-    width = 16
-    ours = GRUGateConnection(nn.Identity(), width=width, bias_start=2.0, relu=False).double()
-    randomize(ours)
-    cell = nn.GRUCell(width, width).double()
-    with torch.no_grad():
-        ours.state_maps[2 * width :] = torch.diag(ours.state_maps[2 * width :].diagonal())
-        for bias in (cell.bias_ih, cell.bias_hh):
-            bias.zero_()
-        cell.bias_ih[width : 2 * width] = ours.carry_bias
-        sign = torch.ones(3, 1, 1, dtype=torch.float64)
-        sign[1] = -1
-        for mine, theirs in ((ours.update_maps, cell.weight_ih), (ours.state_maps, cell.weight_hh)):
-            theirs.copy_((mine.unflatten(0, (3, width)) * sign).flatten(0, 1))
-    x, y = make_input(0, width=width), make_input(1, width=width)
-    found = ours.write(x, y, None)
-    assert isinstance(found, Tensor)
-    torch.testing.assert_close(found.flatten(0, 1), cell(y.flatten(0, 1), x.flatten(0, 1)), **CLOSE)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from reference_stack import Stack, make_input, make_stack, randomize
 from torch import Tensor, nn
-from transformers.models.reformer.configuration_reformer import ReformerConfig
-from transformers.models.reformer.modeling_reformer import ReformerLayer
 
 from mainstem.connections import (
     NGPT,
@@ -219,36 +216,6 @@ def test_reversible_halves_take_turns() -> None:
         return final(stack, (x1 + x2) / 2)
 
     check(random_stack(Reversible()), expected)
-
-
-class Attended(nn.Module):
-    """A branch in the place of Reformer's attention, with the fields that its layer asks for."""
-
-    def __init__(self, branch: nn.Module):
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, hidden_states: Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(hidden_states=self.branch(hidden_states), attention_probs=None, buckets=None)
-
-
-@torch.no_grad()
-def test_reformers_own_layers_give_the_same_halves() -> None:
-    stack = make_stack(Reversible(), NormConfig(kind="layer"))
-    randomize(stack.trunk)
-    config = ReformerConfig(
-        hidden_size=64, attn_layers=["local"], num_attention_heads=1, feed_forward_size=8, vocab_size=8
-    )
-    joins: Any = stack.trunk.connections
-    halves = make_input(0), make_input(0)
-    for i in range(0, len(joins), 2):
-        layer = ReformerLayer(config).eval()
-        layer.attention = Attended(nn.Sequential(joins[i].norm, stack.branches[i]))
-        layer.feed_forward = nn.Sequential(joins[i + 1].norm, stack.branches[i + 1])
-        out = layer(halves[0], halves[1])
-        halves = out.attn_output, out.hidden_states
-    for half, wanted in zip(stack.states(make_input(0))[-1], halves, strict=True):
-        torch.testing.assert_close(half, wanted, rtol=1e-13, atol=1e-13)
 
 
 @torch.no_grad()

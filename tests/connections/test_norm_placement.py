@@ -1,10 +1,8 @@
-"""Norm placement against plain fp64 derivations, and against other packages' modules."""
+"""Norm placement against plain fp64 derivations."""
 
 from __future__ import annotations
 
 import math
-import sys
-import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -153,25 +151,6 @@ def test_admin_is_its_formula(trained: bool) -> None:
     check(Admin(trained=trained), step, as_it_is)
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize(("change", "theirs"), [("log", "O(logn)"), ("constant", "O(1)"), ("linear", "O(n)")])
-def test_admin_is_that_of_its_authors(change: str, theirs: str) -> None:
-    admin_torch = pytest.importorskip("admin_torch")
-    module = admin_torch.as_module(24, theirs, as_parameter=True, embed_dim=16)
-    trunk = make_scheme("admin", output_change=change, trained=True).build(width=16, num_sublayers=24)
-    join = trunk.connections[3]
-    assert isinstance(join, Connection)
-    x, u = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    expected = nn.functional.rms_norm(module(x, u), (16,), eps=1e-6)
-    ours = join.write(x, u, None)
-    assert isinstance(ours, Tensor)
-    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
-    cotangent = torch.randn_like(x)
-    found = torch.autograd.grad((ours * cotangent).sum(), join.get_parameter("carry_weight"))[0]
-    wanted = torch.autograd.grad((expected * cotangent).sum(), module.omega)[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize(("given", "scale"), [(None, 24.0), (3.0, 3.0)])
 def test_keel_is_its_formula(given: float | None, scale: float) -> None:
     def step(w: dict[str, Tensor], index: int, x: Stream, branch: nn.Module) -> Stream:
@@ -226,84 +205,6 @@ def test_a_sub_norm_tower_has_its_inner_norms() -> None:
     assert all(block.mlp.inner_norm.weight.shape == (24,) for block in tower.blocks)
     other = Tower(TowerConfig(vocab_size=9, width=8, num_blocks=2, num_heads=2))
     assert all(block.attn.inner_norm is block.mlp.inner_norm is None for block in other.blocks)
-
-
-@pytest.fixture
-def torchscale(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Its decoder; ``timm``, which it asks for one function that is not used here, may be away."""
-    pytest.importorskip("torchscale")
-    timm, models, layers = (types.ModuleType(n) for n in ("timm", "timm.models", "timm.models.layers"))
-    layers.drop_path = None  # pyright: ignore[reportAttributeAccessIssue]
-    for module in (timm, models, layers):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    return pytest.importorskip("torchscale.architecture.decoder")
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("name", ["sub_norm", "deep_norm"])
-def test_sub_norm_and_deep_norm_are_those_of_torchscale(name: str, torchscale: types.ModuleType) -> None:
-    """One decoder layer with its own weights, forward and gradients; LayerNorms with its epsilon."""
-    from torchscale.architecture.config import DecoderConfig
-
-    options = {"subln": name == "sub_norm", "deepnorm": name == "deep_norm", "dropout": 0.0}
-    config = DecoderConfig(
-        decoder_embed_dim=16,
-        decoder_attention_heads=2,
-        decoder_ffn_embed_dim=32,
-        decoder_layers=3,
-        vocab_size=9,
-        decoder_normalize_before=name == "sub_norm",
-        **options,
-    )
-    torch.manual_seed(0)
-    theirs = torchscale.DecoderLayer(config, depth=0)
-    randomize(theirs)
-    scheme = make_scheme(name)
-    trunk = scheme.build(width=16, num_sublayers=6, norm=NormConfig(kind="layer", eps=config.layernorm_eps))
-    joins = [join for join in trunk.connections[:2] if isinstance(join, Connection)]
-    for join, norm in zip(joins, (theirs.self_attn_layer_norm, theirs.final_layer_norm), strict=True):
-        join.get_submodule("norm").load_state_dict(norm.state_dict())
-    mask = torch.full((5, 5), float("-inf")).triu(1)
-    inner = (theirs.self_attn.inner_attn_ln, theirs.ffn.ffn_layernorm)
-    assert all(isinstance(norm, nn.Module) == (name == "sub_norm") for norm in inner)
-    x = torch.randn(2, 5, 16, requires_grad=True)
-    stream = joins[0](x, lambda s: theirs.self_attn(s, s, s, attn_mask=mask)[0])
-    stream = joins[1](stream, theirs.ffn)
-    expected = theirs(x, self_attn_mask=mask)[0]
-    torch.testing.assert_close(stream, expected, rtol=1e-10, atol=1e-10)
-    cotangent = torch.randn_like(x)
-    ours, wanted = (torch.autograd.grad((y * cotangent).sum(), x)[0] for y in (stream, expected))
-    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("name", ["sub_norm", "deep_norm"])
-def test_initial_scales_are_those_of_torchscale(name: str, torchscale: types.ModuleType) -> None:
-    """The same seed with and without the scheme: its matrices differ by our factor."""
-    from torchscale.architecture.config import DecoderConfig
-
-    def weights(scheme: str) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        config = DecoderConfig(
-            decoder_embed_dim=16,
-            decoder_attention_heads=2,
-            decoder_ffn_embed_dim=32,
-            decoder_layers=3,
-            vocab_size=9,
-            no_output_layer=True,
-            subln=scheme == "sub_norm",
-            deepnorm=scheme == "deep_norm",
-        )
-        return dict(torchscale.Decoder(config).named_parameters())
-
-    plain, scaled = weights("none"), weights(name)
-    factor = make_scheme(name).branch_init_scale(6)
-    for part, expected in (("v_proj", factor), ("out_proj", factor), ("q_proj", 1.0), ("k_proj", 1.0)):
-        key = f"layers.1.self_attn.{part}.weight"
-        torch.testing.assert_close(scaled[key], plain[key] * expected, rtol=1e-12, atol=0)
-    for part in ("fc1", "fc2"):
-        key = f"layers.1.ffn.{part}.weight"
-        torch.testing.assert_close(scaled[key], plain[key] * factor, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
