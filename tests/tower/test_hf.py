@@ -152,6 +152,18 @@ def test_from_tower_keeps_the_module_and_saves_it(tmp_path: Path) -> None:
     assert torch.equal(loaded(tokens()).logits, tower(tokens()))
 
 
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
+def test_coefficients_are_loaded_in_fp32_where_all_else_is_bf16(tmp_path: Path, dtype: object) -> None:
+    config = TowerConfig(**SMALL, connection="deep_norm", stream_dtype=None)
+    MainstemForCausalLM.from_tower(Tower(config).bfloat16()).save_pretrained(tmp_path)
+    loaded = MainstemForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    scales = [c.carry_scale for _, c, _ in loaded.tower.sublayers()]
+    assert {s.dtype for s in scales} == {torch.float32}
+    expected = torch.tensor(len(scales) ** 0.25, dtype=torch.float32)
+    assert all(torch.equal(s, expected) for s in scales)
+
+
 @torch.no_grad()
 def test_the_loss_is_the_mean_over_next_tokens_that_count() -> None:
     face = make_face()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import Connection, Stream, Trunk
+from mainstem.connections._policy import coefficient_dtype
 
 
 class TupleTrunk(Trunk):
@@ -68,9 +69,10 @@ def _combine(weights: Tensor, stacked: Tensor) -> Tensor:
 def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
     """Mix sources: ``[n]`` or ``[batch, pos, n]`` weights over n tensors ``[batch, pos, width]``.
 
-    Computed in the weights' dtype (fp32 at least, as they come) and returned in the sources'. Cost: n
+    Computed in the weights' dtype, fp32 at least, and returned in the sources'. Cost: n
     multiply-adds a channel, n + 1 elements moved and 2n more by the stack; saves no stack.
     """
+    weights = weights.to(coefficient_dtype(weights))
     if torch.compiler.is_compiling():  # the compiler decides itself what to compute again
         return _combine(weights, torch.stack(tuple(sources), dim=-2))
     return cast(Tensor, _WeightedSum.apply(weights, *sources))
@@ -78,7 +80,8 @@ def weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
 
 def frozen_weighted_sum(weights: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
     """:func:`weighted_sum` as a linear map of the sources, for ``linearize``: open to ``vmap``."""
-    return lambda sources: _combine(weights, torch.stack(tuple(sources), dim=-2))
+    wide = weights.to(coefficient_dtype(weights))
+    return lambda sources: _combine(wide, torch.stack(tuple(sources), dim=-2))
 
 
 class _Scores(torch.autograd.Function):

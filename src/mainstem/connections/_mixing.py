@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import Promise
+from mainstem.connections._policy import coefficient
 from mainstem.connections._sinkhorn import Sinkhorn
 from mainstem.errors import ConfigError
 
@@ -83,7 +84,7 @@ class PermutationMix(MixGenerator):
             )
         order = torch.tensor(list(itertools.permutations(range(num_streams))))
         self.num_logits = len(order)
-        self.register_buffer("basis", torch.eye(num_streams)[order])
+        self.register_buffer("basis", coefficient(torch.eye(num_streams)[order]))
 
     def forward(self, logits: Tensor) -> Tensor:
         """Make the matrix."""
@@ -154,7 +155,7 @@ class CayleyMix(MixGenerator):
         self.size = num_streams
         basis = torch.zeros(self.num_logits, num_streams, num_streams)
         basis[torch.arange(self.num_logits), rows, columns] = 1.0
-        self.register_buffer("basis", basis - basis.mT)
+        self.register_buffer("basis", coefficient(basis - basis.mT))
 
     def forward(self, logits: Tensor) -> Tensor:
         """Make the matrix."""

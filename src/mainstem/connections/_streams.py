@@ -35,14 +35,10 @@ from mainstem.connections._base import (
     Trunk,
 )
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 from mainstem.errors import ConfigError
 
 Collapse = Literal["sum", "mean", "head"]
-
-
-def coefficient_dtype(stream: Tensor) -> torch.dtype:
-    """Coefficients are fp32 whatever the stream is, fp64 for an fp64 stream."""
-    return torch.promote_types(stream.dtype, torch.float32)
 
 
 def weigh_streams(weights: Tensor, stream: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._policy import coefficient, weigh
 from mainstem.errors import ConfigError
 
 
@@ -31,11 +32,10 @@ class AdminConnection(Connection):
         super().__init__()
         self.norm = norm
         self.initial_value = initial_value
-        value = torch.full((width,), initial_value)
         if trained:
-            self.carry_weight = nn.Parameter(value)
+            self.carry_weight = nn.Parameter(torch.full((width,), initial_value))
         else:
-            self.register_buffer("carry_weight", value)
+            self.register_buffer("carry_weight", coefficient(initial_value).repeat(width))
 
     def reset_parameters(self) -> None:
         """Norm to gain 1, weights to the initial value."""
@@ -50,16 +50,16 @@ class AdminConnection(Connection):
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the normed, weighted sum."""
         assert isinstance(stream, Tensor)
-        return self.norm((self.carry_weight * stream).to(stream.dtype) + update)
+        return self.norm(weigh(self.carry_weight, stream) + update)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze the norm at the weighted sum."""
         assert isinstance(stream, Tensor)
-        linear, offset = frozen_norm(self.norm, self.carry_weight * stream + update)
+        linear, offset = frozen_norm(self.norm, weigh(self.carry_weight, stream) + update)
 
         def carry(s: Stream) -> Stream:
             assert isinstance(s, Tensor)
-            return linear(self.carry_weight * s)
+            return linear(weigh(self.carry_weight, s))
 
         return AffineStep(carry=carry, inject=linear, offset=offset)
 

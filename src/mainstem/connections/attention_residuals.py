@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream, Trunk
 from mainstem.connections._depth import depth_scores, frozen_weighted_sum, weighted_sum
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 from mainstem.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ class DepthQuery(nn.Module):
     """A learned query over depth: ``softmax_i(query . (key_gain * RMS(v_i)))``, for n sources v_i.
 
     Parameters: ``query`` 0 and ``key_gain`` 1 at the start, ``2 * width``: all sources weigh 1/n. FLOPs a
-    token: ``4 n width`` for the weights, computed in the parameters' dtype.
+    token: ``4 n width`` for the weights, computed in fp32 at least.
     """
 
     def __init__(self, width: int, eps: float):
@@ -36,7 +37,9 @@ class DepthQuery(nn.Module):
 
     def forward(self, sources: Sequence[Tensor]) -> Tensor:
         """Return ``[batch, pos, n]``, which sum to 1 over n."""
-        return depth_scores(self.query * self.key_gain, sources, self.eps).softmax(dim=-1)
+        wide = coefficient_dtype(sources[0])
+        query = self.query.to(wide) * self.key_gain.to(wide)
+        return depth_scores(query, sources, self.eps).softmax(dim=-1)
 
 
 class AttentionResidualsConnection(Connection):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream, Trunk
 from mainstem.connections._depth import TupleTrunk
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import weigh
 from mainstem.errors import ConfigError
 
 
@@ -66,7 +67,7 @@ class _Difference(nn.Module):
         nn.init.constant_(self.backout_weight, self.initial_weight)
 
     def forward(self, x: Tensor, x_mid: Tensor) -> Tensor:
-        return x - (self.backout_weight * x_mid).to(x.dtype)
+        return x - weigh(self.backout_weight, x_mid)
 
 
 class BackoutTrunk(TupleTrunk):

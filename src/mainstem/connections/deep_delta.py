@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 from mainstem.errors import ConfigError
 
 
@@ -64,8 +65,9 @@ class DeepDeltaConnection(Connection):
         return read, 2.0 * torch.sigmoid(logit)
 
     def _value(self, stream: Tensor) -> Tensor:
-        weighed = (stream * self.value_weight.to(stream.dtype)).sum(-1, keepdim=True)
-        return self.value_scale * torch.sigmoid(weighed + self.value_bias.to(stream.dtype))
+        wide = coefficient_dtype(stream)
+        weighed = (stream.to(wide) * self.value_weight.to(wide)).sum(-1, keepdim=True)
+        return self.value_scale * torch.sigmoid(weighed + self.value_bias.to(wide))
 
     def _inverse_length(self, update: Tensor) -> Tensor:
         return torch.rsqrt(update.square().sum(-1, keepdim=True) + self.eps**2)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._policy import coefficient, weigh
 
 
 class DeepNormConnection(Connection):
@@ -30,7 +30,7 @@ class DeepNormConnection(Connection):
         super().__init__()
         self.norm = norm
         # Saved, though the config implies it: a model built on the meta device has only what it loads.
-        self.register_buffer("carry_scale", torch.tensor(carry_scale))
+        self.register_buffer("carry_scale", coefficient(carry_scale))
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the stream as it is: it was normed when it was written."""
@@ -40,16 +40,16 @@ class DeepNormConnection(Connection):
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the normed, weighted sum."""
         assert isinstance(stream, Tensor)
-        return self.norm(self.carry_scale * stream + update)
+        return self.norm(weigh(self.carry_scale, stream) + update)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze the norm at the weighted sum."""
         assert isinstance(stream, Tensor)
-        linear, offset = frozen_norm(self.norm, self.carry_scale * stream + update)
+        linear, offset = frozen_norm(self.norm, weigh(self.carry_scale, stream) + update)
 
         def carry(s: Stream) -> Stream:
             assert isinstance(s, Tensor)
-            return linear(self.carry_scale * s)
+            return linear(weigh(self.carry_scale, s))
 
         return AffineStep(carry=carry, inject=linear, offset=offset)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import (
@@ -18,6 +17,7 @@ from mainstem.connections._base import (
     Stream,
 )
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient, weigh
 from mainstem.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ class DepthScaledConnection(Connection):
         super().__init__()
         self.norm = norm
         self.norm_lr_multiplier = norm_lr_multiplier
-        self.register_buffer("write_scale", torch.tensor(write_scale))
+        self.register_buffer("write_scale", coefficient(write_scale))
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the normed stream."""
@@ -72,11 +72,11 @@ class DepthScaledConnection(Connection):
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the stream plus the scaled update."""
         assert isinstance(stream, Tensor)
-        return stream + self.write_scale * update
+        return stream + weigh(self.write_scale, update)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Carry is the identity; inject scales."""
-        return AffineStep(carry=lambda s: s, inject=lambda u: self.write_scale * u)
+        return AffineStep(carry=lambda s: s, inject=lambda u: weigh(self.write_scale, u))
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """The norm, at the rule's learning rate, not decayed."""

@@ -20,7 +20,8 @@ from mainstem.connections._base import (
     Stream,
 )
 from mainstem.connections._norms import NormConfig
-from mainstem.connections._streams import carried_matrix, coefficient_dtype, mix_streams, start_at_
+from mainstem.connections._policy import coefficient_dtype
+from mainstem.connections._streams import carried_matrix, mix_streams, start_at_
 from mainstem.connections.hyper_connections import dynamic_groups
 from mainstem.errors import ConfigError
 

@@ -22,11 +22,11 @@ from mainstem.connections._base import (
     Trunk,
 )
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 from mainstem.connections._streams import (
     Collapse,
     StreamsScheme,
     StreamsTrunk,
-    coefficient_dtype,
     spread_update,
     start_at_,
     streams_mix,

@@ -19,6 +19,7 @@ from mainstem.connections._base import (
     Stream,
 )
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 
 
 class GRUGateConnection(Connection):
@@ -29,8 +30,8 @@ class GRUGateConnection(Connection):
 
     Shapes: stream, read and update ``[batch, pos, width]``; ``update_maps`` holds W_r, W_z, W_g,
     ``state_maps`` U_r, U_z, U_g, each ``[3 * width, width]``. Parameters: one norm and ``6 width^2 + width``.
-    FLOPs a token: ``12 width^2``. Moved by one fused step: 3 elements a channel. Computed in the parameters'
-    dtype.
+    FLOPs a token: ``12 width^2``. Moved by one fused step: 3 elements a channel. Computed in fp32 at
+    least.
     Value at initialisation: matrices N(0, 1/width), ``carry_bias`` 2, so that z is about 0.12 and most is
     carried. Not the plain residual.
     Frozen, ``tanh(a)`` is ``a`` times the number ``tanh(a) / a``, and the relu a mask: carry and inject are
@@ -61,25 +62,28 @@ class GRUGateConnection(Connection):
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the next state."""
         assert isinstance(stream, Tensor)
-        x, y = stream.to(self.state_maps.dtype), self._input(update)
+        wide = coefficient_dtype(stream)
+        x, y = stream.to(wide), self._input(update.to(wide))
         reset, let_in, from_update = self._gates(x, y)
-        candidate = torch.tanh(from_update + linear(reset * x, self._candidate_map()))
+        candidate = torch.tanh(from_update + linear(reset * x, self._candidate_map(wide)))
         return torch.lerp(x, candidate, let_in).to(stream.dtype)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze both gates, the mask of the relu, and the slope of the tanh from the origin."""
         assert isinstance(stream, Tensor)
-        reset, let_in, from_update = self._gates(stream, self._input(update))
-        inner = from_update + linear(reset * stream, self._candidate_map())
+        wide = coefficient_dtype(stream)
+        reset, let_in, from_update = self._gates(stream.to(wide), self._input(update.to(wide)))
+        candidate_map = self._candidate_map(wide)
+        inner = from_update + linear(reset * stream, candidate_map)
         slope = torch.where(inner == 0, torch.ones_like(inner), torch.tanh(inner) / inner)
         open_channels = (update > 0).to(update.dtype) if self.relu else torch.ones_like(update)
 
         def carry(s: Stream) -> Stream:
             assert isinstance(s, Tensor)
-            return (1.0 - let_in) * s + let_in * slope * linear(reset * s, self._candidate_map())
+            return (1.0 - let_in) * s + let_in * slope * linear(reset * s, candidate_map)
 
         def inject(u: Tensor) -> Stream:
-            return let_in * slope * linear(open_channels * u, self.update_maps.chunk(3)[2])
+            return let_in * slope * linear(open_channels * u, self.update_maps.to(wide).chunk(3)[2])
 
         return AffineStep(carry=carry, inject=inject)
 
@@ -91,19 +95,17 @@ class GRUGateConnection(Connection):
         ]
 
     def _input(self, update: Tensor) -> Tensor:
-        return (
-            torch.relu(update).to(self.update_maps.dtype) if self.relu else update.to(self.update_maps.dtype)
-        )
+        return torch.relu(update) if self.relu else update
 
-    def _candidate_map(self) -> Tensor:
-        return self.state_maps.chunk(3)[2]
+    def _candidate_map(self, dtype: torch.dtype) -> Tensor:
+        return self.state_maps.chunk(3)[2].to(dtype)
 
     def _gates(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return r, z, and the update's part of what the tanh gets."""
         width = x.shape[-1]
-        of_update = linear(y, self.update_maps).chunk(3, dim=-1)
-        of_state = linear(x, self.state_maps[: 2 * width]).chunk(2, dim=-1)
-        let_in = torch.sigmoid(of_update[1] + of_state[1] - self.carry_bias)
+        of_update = linear(y, self.update_maps.to(y.dtype)).chunk(3, dim=-1)
+        of_state = linear(x, self.state_maps[: 2 * width].to(x.dtype)).chunk(2, dim=-1)
+        let_in = torch.sigmoid(of_update[1] + of_state[1] - self.carry_bias.to(x.dtype))
         return torch.sigmoid(of_update[0] + of_state[0]), let_in, of_update[2]
 
 

@@ -18,6 +18,7 @@ from mainstem.connections._base import (
     Stream,
 )
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 
 
 class HighwayConnection(Connection):
@@ -25,7 +26,7 @@ class HighwayConnection(Connection):
 
     Shapes: stream, read and update ``[batch, pos, width]``; ``gate`` is ``[width, width]``. Parameters: one
     norm and ``width^2 + width``. FLOPs a token: ``2 * width^2`` for the gate. Moved: 4 elements a channel
-    (state, update, gate; one made). The gate is computed in the parameters' dtype.
+    (state, update, gate; one made). The gate is computed in fp32 at least.
     Value at initialisation: ``gate`` N(0, 1/width), ``gate_bias`` negative, so that most is carried. Not the
     plain residual.
     """
@@ -47,14 +48,16 @@ class HighwayConnection(Connection):
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the normed stream, and the gate for :meth:`write`."""
         read: Tensor = self.norm(stream)
-        gate = torch.sigmoid(nn.functional.linear(read.to(self.gate.dtype), self.gate, self.gate_bias))
-        return read, gate.to(read.dtype)
+        wide = coefficient_dtype(read)
+        opening = nn.functional.linear(read.to(wide), self.gate.to(wide), self.gate_bias.to(wide))
+        return read, torch.sigmoid(opening)
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the stream, moved towards the update by the gate."""
         assert isinstance(stream, Tensor)
         assert isinstance(context, Tensor)
-        return torch.lerp(stream, update, context.to(stream.dtype))
+        moved = torch.lerp(stream.to(context.dtype), update.to(context.dtype), context)
+        return moved.to(stream.dtype)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze the gate."""

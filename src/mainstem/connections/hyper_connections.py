@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import Connection, ParameterGroup, Properties
 from mainstem.connections._norms import NormConfig
-from mainstem.connections._streams import StreamsConnection, StreamsScheme, coefficient_dtype, start_at_
+from mainstem.connections._policy import coefficient_dtype
+from mainstem.connections._streams import StreamsConnection, StreamsScheme, start_at_
 
 
 class HyperConnection(StreamsConnection):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._policy import coefficient, weigh
 from mainstem.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ class KeelConnection(Connection):
         super().__init__()
         self.norm = norm
         self.write_norm = write_norm
-        self.register_buffer("carry_scale", torch.tensor(carry_scale))
+        self.register_buffer("carry_scale", coefficient(carry_scale))
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the stream, normed once more."""
@@ -42,16 +42,16 @@ class KeelConnection(Connection):
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the normed, weighted sum."""
         assert isinstance(stream, Tensor)
-        return self.write_norm(self.carry_scale * stream + update)
+        return self.write_norm(weigh(self.carry_scale, stream) + update)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze the outer norm at the weighted sum."""
         assert isinstance(stream, Tensor)
-        linear, offset = frozen_norm(self.write_norm, self.carry_scale * stream + update)
+        linear, offset = frozen_norm(self.write_norm, weigh(self.carry_scale, stream) + update)
 
         def carry(s: Stream) -> Stream:
             assert isinstance(s, Tensor)
-            return linear(self.carry_scale * s)
+            return linear(weigh(self.carry_scale, s))
 
         return AffineStep(carry=carry, inject=linear, offset=offset)
 

@@ -21,6 +21,7 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._depth import TupleTrunk, frozen_weighted_sum, weighted_sum
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype, weigh
 from mainstem.errors import ConfigError
 
 Variant = Literal["rw", "lr", "rw+lr", "pa"]
@@ -118,13 +119,14 @@ class LaurelConnection(Connection):
         return [ParameterGroup(others), *([ParameterGroup(matrices, weight_decay=True)] if matrices else [])]
 
     def _carried(self, x: Tensor) -> Tensor:
-        kept = x if self.carry_weight is None else (self.carry_weight * x).to(x.dtype)
+        kept = x if self.carry_weight is None else weigh(self.carry_weight, x)
         if self.down is None or self.up is None:
             return kept
-        return kept + (x.to(self.down.dtype) @ self.down.T @ self.up.T).to(x.dtype)
+        wide = coefficient_dtype(x)
+        return kept + (x.to(wide) @ self.down.to(wide).T @ self.up.to(wide).T).to(x.dtype)
 
     def _injected(self, update: Tensor) -> Tensor:
-        return update if self.update_weight is None else (self.update_weight * update).to(update.dtype)
+        return update if self.update_weight is None else weigh(self.update_weight, update)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig, set_gain
+from mainstem.connections._policy import coefficient, coefficient_dtype
 from mainstem.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class LayerNormScalingConnection(Connection):
     same for both sublayers of a block. Parameters: one norm. FLOPs: 1 a channel. Moved: 3 elements a
     channel.
     At initialisation: gain 1, not the plain residual; with a gain of ``sqrt(b)`` it is (the factor is
-    divided out again, to the bit in the gain's dtype).
+    divided out again, to the bit in fp32; a bf16 gain holds it to three digits).
     Source: Sun et al. 2025 (arXiv 2502.05795). Read: the authors' repository
     (``lmsdss/LayerNorm-Scaling``, ``modeling_llama.py``, mode LNS), which multiplies the normed stream by
     ``1 / sqrt(layer_index + 1)``.
@@ -32,7 +32,7 @@ class LayerNormScalingConnection(Connection):
         super().__init__()
         self.norm = norm
         self.folded = folded
-        self.register_buffer("depth_root", torch.tensor(depth_root))
+        self.register_buffer("depth_root", coefficient(depth_root))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -43,7 +43,8 @@ class LayerNormScalingConnection(Connection):
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the normed stream, made smaller."""
-        return self.norm(stream) / self.depth_root, None
+        read: Tensor = self.norm(stream)
+        return (read.to(coefficient_dtype(read)) / self.depth_root).to(read.dtype), None
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the sum."""

@@ -22,6 +22,7 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._depth import TupleTrunk, frozen_weighted_sum, weighted_sum
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 from mainstem.errors import ConfigError
 
 
@@ -115,10 +116,12 @@ class MUDDConnection(Connection):
             return ()
         if self.hidden_map is None or self.weight_map is None:
             return self.depth_bias.unbind(0)
-        x = x.to(self.hidden_map.dtype)
+        wide = coefficient_dtype(x)
+        x = x.to(wide)
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        made = F.linear(F.gelu(F.linear(normed, self.hidden_map)), self.weight_map)
-        return (made.unflatten(-1, self.depth_bias.shape) + self.depth_bias).unbind(-2)
+        hidden = F.gelu(F.linear(normed, self.hidden_map.to(wide)))
+        made = F.linear(hidden, self.weight_map.to(wide))
+        return (made.unflatten(-1, self.depth_bias.shape) + self.depth_bias.to(wide)).unbind(-2)
 
     def _step(
         self,

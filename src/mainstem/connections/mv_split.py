@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._policy import coefficient_dtype
 
 
 class MVSplitConnection(Connection):
@@ -63,15 +64,18 @@ class MVSplitConnection(Connection):
         return AffineStep(carry=carry, inject=lambda u: linear(self._injected(u)), offset=offset)
 
     def _carried(self, stream: Tensor) -> Tensor:
-        return stream - self.mean_weight * _running_mean(stream)
+        mean = _running_mean(stream)
+        return stream - self.mean_weight.to(mean.dtype) * mean
 
     def _injected(self, update: Tensor) -> Tensor:
-        return self.centred_weight * update + (self.mean_weight - self.centred_weight) * _running_mean(update)
+        mean = _running_mean(update)
+        of_centred, of_mean = self.centred_weight.to(mean.dtype), self.mean_weight.to(mean.dtype)
+        return of_centred * update + (of_mean - of_centred) * mean
 
 
 def _running_mean(x: Tensor) -> Tensor:
     """Mean over each position and all before it."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = coefficient_dtype(x)
     counts = torch.arange(1, x.shape[-2] + 1, device=x.device, dtype=dtype)
     return x.cumsum(-2, dtype=dtype) / counts.unsqueeze(-1)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream, Trunk
 from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._policy import coefficient, weigh
 from mainstem.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ class ResiDualConnection(Connection):
     def __init__(self, norm: nn.Module, sum_scale: float):
         super().__init__()
         self.norm = norm
-        self.register_buffer("sum_scale", torch.tensor(sum_scale))
+        self.register_buffer("sum_scale", coefficient(sum_scale))
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the Post-LN stream as it is."""
@@ -46,7 +47,7 @@ class ResiDualConnection(Connection):
         """Return the normed sum and the plain sum."""
         assert isinstance(stream, tuple)
         normed, summed = stream
-        return self.norm(normed + update), summed + self.sum_scale * update
+        return self.norm(normed + update), summed + weigh(self.sum_scale, update)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze the norm at ``x + update``."""
@@ -58,7 +59,7 @@ class ResiDualConnection(Connection):
             return linear(s[0]), s[1]
 
         def inject(u: Tensor) -> Stream:
-            return linear(u), self.sum_scale * u
+            return linear(u), weigh(self.sum_scale, u)
 
         start = None if offset is None else (offset.expand_as(update), torch.zeros_like(update))
         return AffineStep(carry=carry, inject=inject, offset=start)
@@ -72,11 +73,11 @@ class ResiDualTrunk(Trunk):
     def __init__(self, connections: Sequence[Connection], sum_norm: nn.Module, sum_scale: float):
         super().__init__(connections, nn.Identity())
         self.sum_norm = sum_norm
-        self.register_buffer("sum_scale", torch.tensor(sum_scale))
+        self.register_buffer("sum_scale", coefficient(sum_scale))
 
     def expand(self, x: Tensor) -> Stream:
         """The embedding, and the scaled embedding."""
-        return x, self.sum_scale * x
+        return x, weigh(self.sum_scale, x)
 
     def collapse(self, stream: Stream) -> Tensor:
         """The Post-LN stream plus the normed sum."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import weigh
 
 
 class ReZeroConnection(Connection):
@@ -44,11 +45,11 @@ class ReZeroConnection(Connection):
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the stream plus the weighed update, in the stream's dtype."""
         assert isinstance(stream, Tensor)
-        return stream + (self.write_weight * update).to(stream.dtype)
+        return stream + weigh(self.write_weight, update.to(stream.dtype))
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Carry is the identity; inject weighs."""
-        return AffineStep(carry=lambda s: s, inject=lambda u: self.write_weight * u)
+        return AffineStep(carry=lambda s: s, inject=lambda u: weigh(self.write_weight, u))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream, Trunk
 from mainstem.connections._norms import NormConfig, frozen_norm
+from mainstem.connections._policy import coefficient, weigh
 from mainstem.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ class SiameseNormConnection(Connection):
         self.norm = norm
         self.post_norm = post_norm
         self.pre_norm = pre_norm
-        self.register_buffer("inject_scale", torch.tensor(inject_scale))
+        self.register_buffer("inject_scale", coefficient(inject_scale))
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the normed sum of both normed streams, and the normed first one."""
@@ -49,7 +50,7 @@ class SiameseNormConnection(Connection):
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return both streams with the update added."""
         assert isinstance(context, Tensor)
-        return context + self.inject_scale * update, stream[1] + update
+        return context + weigh(self.inject_scale, update), stream[1] + update
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze the first stream's norm at the stream."""
@@ -59,7 +60,7 @@ class SiameseNormConnection(Connection):
             return linear(s[0]), s[1]
 
         def inject(u: Tensor) -> Stream:
-            return self.inject_scale * u, u
+            return weigh(self.inject_scale, u), u
 
         start = None if offset is None else (offset.expand_as(update), torch.zeros_like(update))
         return AffineStep(carry=carry, inject=inject, offset=start)

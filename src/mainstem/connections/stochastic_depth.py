@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient, weigh
 from mainstem.errors import ConfigError
 
 
@@ -36,14 +37,14 @@ class StochasticDepthConnection(Connection):
     def __init__(self, norm: nn.Module, survival: float):
         super().__init__()
         self.norm = norm
-        self.register_buffer("survival", torch.tensor(survival))
+        self.register_buffer("survival", coefficient(survival))
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the normed stream, and in training the mask."""
         assert isinstance(stream, Tensor)
         if not self.training:
             return self.norm(stream), None
-        drawn = torch.rand(stream.shape[0], 1, 1, device=stream.device)
+        drawn = torch.rand(stream.shape[0], 1, 1, device=stream.device, dtype=torch.float32)
         return self.norm(stream), (drawn < self.survival) / self.survival
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
@@ -60,7 +61,7 @@ def _masked(update: Tensor, mask: Context) -> Tensor:
     if mask is None:
         return update
     assert isinstance(mask, Tensor)
-    return update * mask.to(update.dtype)
+    return weigh(mask, update)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream, Trunk
 from mainstem.connections._depth import TupleTrunk
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import weigh
 from mainstem.errors import ConfigError
 
 
@@ -76,7 +77,7 @@ class UNetSkipConnection(Connection):
         x = stream[0]
         if self.skip_weight is None or self.takes is None:
             return x
-        return x + (self.skip_weight * stream[1 + self.takes]).to(x.dtype)
+        return x + weigh(self.skip_weight, stream[1 + self.takes])
 
     def _left(self, stream: Stream) -> tuple[Tensor, ...]:
         kept = tuple(stream[1:])

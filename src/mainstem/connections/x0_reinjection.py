@@ -21,6 +21,7 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._depth import TupleTrunk
 from mainstem.connections._norms import NormConfig
+from mainstem.connections._policy import coefficient_dtype
 from mainstem.errors import ConfigError
 
 
@@ -58,7 +59,9 @@ class X0ReinjectionConnection(Connection):
     def _mix(self, x: Tensor, x0: Tensor) -> Tensor:
         if self.carry_weight is None or self.embed_weight is None:
             return x
-        return (self.carry_weight * x + self.embed_weight * x0).to(x.dtype)
+        wide = coefficient_dtype(x)
+        carried, embedded = self.carry_weight.to(wide) * x.to(wide), self.embed_weight.to(wide) * x0.to(wide)
+        return (carried + embedded).to(x.dtype)
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the normed mixture, and the mixture for :meth:`write`."""
