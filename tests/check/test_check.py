@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mainstem.check import KINDS, CheckConfig, CheckReport, Finding, Passed, Skipped, check
+from mainstem.check import KINDS, CheckConfig, CheckReport, Finding, Passed, Skipped, check, load_factory
 from mainstem.errors import ConfigError
 
 DEPTHS = CheckConfig(depths=(2, 4))
@@ -143,6 +143,14 @@ def test_balanced_matrices_pass(balance: Any, options: dict[str, bool]) -> None:
     sums = one(report, "mixing-sums")
     assert isinstance(sums, Passed)
     assert abs(sums.figure - 1) < 1e-3
+
+
+def test_growth_in_proportion_to_the_depth_is_no_finding() -> None:
+    """The bottom added again before every upper block: 24 % a block over the upper half, less and less."""
+    factory = load_factory("mainstem.check.own:unet_skips_tower")
+    report = check(factory, only("growth", depths=(8, 24)))
+    assert report.findings == ()
+    assert one(report, "growth").figure == pytest.approx(13 ** (1 / 12), rel=0.02)
 
 
 def test_ones_are_found_by_their_sums_and_growth() -> None:

@@ -21,9 +21,9 @@ from mainstem.observe import find_stream, record
 GROWTH = 1.2
 """Growth per sublayer, over the upper half of the stack, from which it counts as exponential ..."""
 LEAST_GROWTH = 4.0
-"""... provided the upper half grows by this at least: a plain sum of writes at most doubles over it."""
-
-
+"""... provided the upper half grows by this at least: a plain sum of writes at most doubles over it. It must
+go on over the last quarter too: what is added again and again (skips from below) grows in proportion to the
+depth, by less and less a sublayer."""
 FEWEST = 8
 """Sublayers needed to tell exponential growth from what the first writes add to a small embedding."""
 
@@ -48,15 +48,23 @@ class _Profile:
     @property
     def growth(self) -> float:
         """Geometric mean of the growth per sublayer over the upper half of what is finite."""
-        half = self.upper_half
-        if len(half) < 2 or not half[0] > 0:
-            return 1.0
-        return (half[-1] / half[0]) ** (1 / (len(half) - 1))
+        return _rate(self.upper_half)
 
     @property
     def is_exponential(self) -> bool:
         half = self.upper_half
-        return len(self.places) >= FEWEST and self.growth > GROWTH and half[-1] > LEAST_GROWTH * half[0]
+        return (
+            len(self.places) >= FEWEST
+            and min(self.growth, _rate(half[len(half) // 2 :])) > GROWTH
+            and half[-1] > LEAST_GROWTH * half[0]
+        )
+
+
+def _rate(norms: list[float]) -> float:
+    """Geometric mean of the growth per step."""
+    if len(norms) < 2 or not norms[0] > 0:
+        return 1.0
+    return (norms[-1] / norms[0]) ** (1 / (len(norms) - 1))
 
 
 def check_growth(subject: Subject) -> Outcome:
