@@ -6,55 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from reference_stack import NUM_SUBLAYERS, Stack, make_input, make_stack, plain_distance, randomize
+from reference_stack import NUM_SUBLAYERS, Stack, make_input, make_stack, plain_distance
 from torch import Tensor, nn
+from written_out import RMS, check, final, random_stack, rms_norm
 
 from mainstem.connections import (
     MUDD,
     AttentionResiduals,
     DeltaAttentionResiduals,
     DenseFormer,
-    NormConfig,
     Scheme,
 )
 from mainstem.connections._depth import depth_scores, weighted_sum
-
-RMS = NormConfig()
-# fp64: 24 sublayers of a few dozen additions each; a wrong term is off by 1e-3 and more.
-CLOSE: dict[str, float] = {"rtol": 1e-9, "atol": 1e-9}
-
-
-def random_stack(scheme: Scheme) -> Stack:
-    stack = make_stack(scheme, RMS)
-    randomize(stack.trunk)
-    return stack
-
-
-def rms_norm(x: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-6) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def pairs(stack: Stack) -> list[tuple[Any, nn.Module]]:
     return list(zip(stack.trunk.connections, stack.branches, strict=True))
 
 
-def check(stack: Stack, expected: Any) -> None:
-    """``expected(x)`` gives the same output, and the same gradients for every parameter."""
-    x, direction = make_input(0), make_input(3)
-    weight: Any = stack.trunk.final_norm.weight
-    found, wanted = stack(x), rms_norm(expected(x), weight)
-    torch.testing.assert_close(found, wanted, **CLOSE)
-    parameters = list(stack.parameters())
-    mine = torch.autograd.grad((found * direction).sum(), parameters)
-    for a, b in zip(mine, torch.autograd.grad((wanted * direction).sum(), parameters), strict=True):
-        assert (a - b).norm() <= 1e-8 * b.norm()
-
-
 @pytest.mark.parametrize(("dilation", "period"), [(1, 1), (2, 1), (1, 3), (4, 5), (3, 2)])
 def test_dense_former_mixes_the_outputs_of_blocks(dilation: int, period: int) -> None:
     stack = random_stack(DenseFormer(dilation=dilation, period=period))
 
-    def expected(x: Tensor) -> Tensor:
+    def expected(x: Tensor, stack: Stack) -> Tensor:
         outputs = [x]
         for i, (c, branch) in enumerate(pairs(stack)):
             x = x + branch(rms_norm(x, c.norm.weight))
@@ -66,7 +40,7 @@ def test_dense_former_mixes_the_outputs_of_blocks(dilation: int, period: int) ->
                     x = sum(w * y for w, y in zip(c.depth_weights, group, strict=True))
                 else:
                     assert c.depth_weights is None
-        return x
+        return final(stack, x)
 
     check(stack, expected)
 
@@ -76,7 +50,7 @@ def test_dense_former_mixes_the_outputs_of_blocks(dilation: int, period: int) ->
 def test_mudd_lets_every_token_weigh_the_blocks(dynamic: bool, separate_read: bool) -> None:
     stack = random_stack(MUDD(dynamic=dynamic, separate_read=separate_read))
 
-    def expected(x: Tensor) -> Tensor:
+    def expected(x: Tensor, stack: Stack) -> Tensor:
         outputs, carried, read = [x], x, x
         for i, (c, branch) in enumerate(pairs(stack)):
             carried = carried + branch(rms_norm(read if i % 2 == 0 else carried, c.norm.weight))
@@ -93,7 +67,7 @@ def test_mudd_lets_every_token_weigh_the_blocks(dynamic: bool, separate_read: bo
                     for way in range(weights.shape[2])
                 ]
                 carried, read = ways[0], ways[-1]
-        return carried
+        return final(stack, carried)
 
     check(stack, expected)
 
@@ -113,7 +87,7 @@ def test_attention_residuals_read_disjoint_sums_of_writes(block_size: int, norma
     def factor(sources: list[Tensor]) -> float:
         return len(sources) if normalize == "sum" else 1.0
 
-    def expected(x: Tensor) -> Tensor:
+    def expected(x: Tensor, stack: Stack) -> Tensor:
         writes: list[Tensor] = []
 
         def sources() -> list[Tensor]:
@@ -123,7 +97,7 @@ def test_attention_residuals_read_disjoint_sums_of_writes(block_size: int, norma
         for c, branch in pairs(stack):
             h = depth_attention(c.depth_query, sources(), factor(sources())) if writes else x
             writes.append(branch(rms_norm(h, c.norm.weight)))
-        return depth_attention(stack.trunk.depth_query, sources(), factor(sources()))
+        return final(stack, depth_attention(stack.trunk.depth_query, sources(), factor(sources())))
 
     check(stack, expected)
 
@@ -133,7 +107,7 @@ def test_attention_residuals_read_disjoint_sums_of_writes(block_size: int, norma
 def test_delta_attention_residuals_add_a_read_of_writes(block_size: int, exact_start: bool) -> None:
     stack = random_stack(DeltaAttentionResiduals(block_size=block_size, exact_start=exact_start))
 
-    def expected(x0: Tensor) -> Tensor:
+    def expected(x0: Tensor, stack: Stack) -> Tensor:
         x, writes = x0, []
         for c, branch in pairs(stack):
             h = x
@@ -144,7 +118,7 @@ def test_delta_attention_residuals_add_a_read_of_writes(block_size: int, exact_s
                 h = h / (1 + 1 / len(sources)) if exact_start else h
             writes.append(branch(rms_norm(h, c.norm.weight)))
             x = x + writes[-1]
-        return x
+        return final(stack, x)
 
     check(stack, expected)
 

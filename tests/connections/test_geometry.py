@@ -6,49 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from reference_stack import Stack, make_input, make_stack, randomize
+from reference_stack import Stack, make_input, make_stack
 from torch import Tensor, nn
+from written_out import CLOSE, RMS, check, final, random_stack, rms_norm
 
 from mainstem.connections import (
     NGPT,
     DeepDelta,
-    NormConfig,
     OrthogonalUpdate,
     Reversible,
-    Scheme,
     normalize_matrices,
 )
 from mainstem.errors import ConfigError
-
-RMS = NormConfig()
-# fp64: 24 sublayers of a few additions each, 1e-13 apart at the most; a wrong term is off by 1e-3 and more.
-CLOSE: dict[str, float] = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def random_stack(scheme: Scheme) -> Stack:
-    stack = make_stack(scheme, RMS)
-    randomize(stack.trunk)
-    return stack
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def final(stack: Stack, x: Tensor) -> Tensor:
-    weight: Any = stack.trunk.final_norm.weight
-    return rms_norm(x, weight)
-
-
-def check(stack: Stack, expected: Any) -> None:
-    """``expected(x, stack)`` gives the same output, and the same gradients for every parameter."""
-    x, direction = make_input(0), make_input(3)
-    found = torch.autograd.grad((stack(x) * direction).sum(), list(stack.parameters()))
-    wanted = expected(x, stack)
-    torch.testing.assert_close(stack(x), wanted, **CLOSE)
-    gradients = torch.autograd.grad((wanted * direction).sum(), list(stack.parameters()))
-    for a, b in zip(found, gradients, strict=True):
-        assert (a - b).norm() <= 1e-9 * b.norm()
 
 
 def test_only_what_is_orthogonal_to_the_stream_is_added() -> None:
