@@ -54,7 +54,7 @@ from mainstem.connections.pre_norm import PreNorm, PreNormConnection
 from mainstem.connections.reordered_norm import ReorderedNorm, ReorderedNormConnection
 from mainstem.connections.resi_dual import ResiDual, ResiDualConnection
 from mainstem.connections.reversible import Reversible, ReversibleConnection
-from mainstem.connections.rezero import ReZero, ReZeroConnection
+from mainstem.connections.rezero import ReZero
 from mainstem.connections.sandwich_norm import SandwichNorm, SandwichNormConnection
 from mainstem.connections.siamese_norm import SiameseNorm, SiameseNormConnection
 from mainstem.connections.stochastic_depth import StochasticDepth, StochasticDepthConnection
@@ -130,7 +130,6 @@ __all__ = [
     "Promise",
     "Properties",
     "ReZero",
-    "ReZeroConnection",
     "ReorderedNorm",
     "ReorderedNormConnection",
     "ResiDual",

@@ -14,23 +14,21 @@ from mainstem.connections._policy import weigh
 
 
 class LayerScaleConnection(Connection):
-    """``x' = x + write_weight * F(N(x))`` with one learned weight a channel.
+    """``x' = x + write_weight * F(N(x))`` with one learned weight a channel, or one for all of them.
 
-    Shapes: stream, read and update ``[batch, pos, width]``; ``write_weight`` ``[width]``, which wants fp32: a
-    weight of 1e-5 has three digits in bf16. Parameters: one norm and ``width``, none of them decayed. FLOPs:
-    2 a channel. Moved: 3 elements a channel.
+    Shapes: stream, read and update ``[batch, pos, width]``; ``write_weight`` ``[num_weights]``, ``width`` of
+    them or 1, which want fp32: a weight of 1e-5 has three digits in bf16. Parameters: ``num_weights``, and a
+    norm if there is one; none is decayed. FLOPs: 2 a channel. Moved: 3 elements a channel.
     At initialisation: ``initial_value``; 1 is the plain residual. Small values are nearly the identity map,
-    far from the plain residual.
-    Source: Touvron et al. 2021 (arXiv 2103.17239), eq. 4. Read: the authors' ``cait_models.py``
-    (``facebookresearch/deit``), from which 1e-5 at 24 blocks and 1e-6 at 36 and 48 are; 0.1 for shallow
-    stacks is quoted from memory of the paper.
+    far from the plain residual; at 0 the matrices of the branches get a gradient from the second step on.
+    Source: see :class:`LayerScale` and, for one weight, :class:`ReZero`.
     """
 
-    def __init__(self, norm: nn.Module, width: int, initial_value: float):
+    def __init__(self, norm: nn.Module, num_weights: int, initial_value: float):
         super().__init__()
         self.norm = norm
         self.initial_value = initial_value
-        self.write_weight = nn.Parameter(torch.full((width,), initial_value))
+        self.write_weight = nn.Parameter(torch.full((num_weights,), initial_value))
 
     def reset_parameters(self) -> None:
         """Norm to gain 1, weights to the initial value."""
@@ -38,7 +36,7 @@ class LayerScaleConnection(Connection):
         nn.init.constant_(self.write_weight, self.initial_value)
 
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
-        """Return the normed stream."""
+        """Return the stream, normed if there is a norm."""
         return self.norm(stream), None
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
@@ -47,13 +45,17 @@ class LayerScaleConnection(Connection):
         return stream + weigh(self.write_weight, update.to(stream.dtype))
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
-        """Carry is the identity; inject weighs the channels."""
+        """Carry is the identity; inject weighs."""
         return AffineStep(carry=lambda s: s, inject=lambda u: weigh(self.write_weight, u))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerScale(Scheme):
     """LayerScale (``"layer_scale"``).
+
+    Source: Touvron et al. 2021 (arXiv 2103.17239), eq. 4. Read: the authors' ``cait_models.py``
+    (``facebookresearch/deit``), from which 1e-5 at 24 blocks and 1e-6 at 36 and 48 are; 0.1 for shallow
+    stacks is quoted from memory of the paper.
 
     Attributes:
         initial_value: every weight at the start. None takes CaiT's rule by depth: 0.1 up to 18 blocks (36
