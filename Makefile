@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table stream-dtype bench hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table stream-dtype claims bench hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ connections-table: $(VENV)/.dev  ## docs/connections.md: every scheme, its start
 
 stream-dtype: $(VENV)/.dev  ## docs/stream-dtype.md: what a 16-bit stream loses of what is added to it
 	@$(RUN) benchmarks.stream_dtype
+
+claims: $(VENV)/.dev $(VENV)/.weights  ## docs/claims.md: eight sentences of the textbook, each with a verdict
+	@$(RUN) benchmarks.claims
 
 bench: $(VENV)/.dev $(VENV)/.weights  ## what recording costs: time in interleaved rounds, memory against depth
 	@$(RUN) benchmarks.recording --pairs 20

@@ -2,6 +2,7 @@
 
 from mainstem.report.check import check_to_json, print_check
 from mainstem.report.files import check_folder, to_csv, to_json, write_files
+from mainstem.report.pair import print_pair
 from mainstem.report.schemes import print_schemes
 from mainstem.report.terminal import plain_console, print_result
 
@@ -10,6 +11,7 @@ __all__ = [
     "check_to_json",
     "plain_console",
     "print_check",
+    "print_pair",
     "print_result",
     "print_schemes",
     "to_csv",

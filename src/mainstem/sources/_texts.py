@@ -92,7 +92,8 @@ def load_text(
 
             - a file (UTF-8; a byte-order mark is dropped) or a folder (its files by sorted path, hidden ones
               left out);
-            - ``sotu``, the State of the Union addresses of 1946 to 2021, which come with mainstem;
+            - ``sotu``, the State of the Union addresses of 1946 to 2021, which come with mainstem, and
+              ``sotu-held-out``, what of it the twin towers were not trained on;
             - ``NAME`` or ``NAME:CONFIG`` of the library ``datasets``;
             - the words themselves, if they hold white space and do not look like a path (one line with a
               slash or ending like a file name looks like one, and is an error when nothing is there);
@@ -233,5 +234,6 @@ def _dataset(name: str, split: str, column: str | None, *, separator: str, strea
             "split": split,
             "column": rows.column,
             "separator": separator,
+            **({} if rows.fingerprint is None else {"fingerprint": rows.fingerprint}),
         },
     )

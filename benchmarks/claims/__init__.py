@@ -1,0 +1,1 @@
+"""What is said about residual streams, measured: ``docs/claims.md``."""
