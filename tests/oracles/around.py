@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from agreement import Run, run
 from torch import Tensor, nn
@@ -67,3 +72,30 @@ def side(value: Tensor | Sequence[Tensor], x: Tensor | Mapping[str, Tensor], **w
     """One side's run: gradients of the input ``x`` (or several) and of the weights named."""
     inputs = {"input": x} if isinstance(x, Tensor) else dict(x)
     return run(value, inputs | weights)
+
+
+def one_file(package: str, path: str) -> Any:
+    """Run one file of an installed package without the package around it, which may ask for a compiler."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.submodule_search_locations is None:
+        pytest.skip(f"needs {package}; `make test-oracle` installs it")
+    place = Path(next(iter(found.submodule_search_locations))) / path
+    spec = importlib.util.spec_from_file_location(f"{package}_{place.stem}_alone", place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, make: Callable[[str], Any]) -> None:
+    """Put an empty module in the place of one that is imported and not used; it has any name asked for."""
+
+    def attribute(asked: str) -> Any:
+        if asked.startswith("__"):
+            raise AttributeError(asked)
+        return make(asked)
+
+    module: Any = types.ModuleType(name)
+    module.__getattr__ = attribute
+    monkeypatch.setitem(sys.modules, name, module)

@@ -44,7 +44,6 @@ WITHOUT = {
     "dense_former": "its authors' code is in no package",
     "highway": "no package was found; `GatedResidual` of hyper-connections gates by update and state at once",
     "keel": "no public code was found",
-    "layer_norm_scaling": "its authors' code is in no package",
     "mix_norm": "its authors' code is in no package",
     "mudd": "its authors' code is in no package",
     "no_residual": "nothing to compare: the branch alone",
