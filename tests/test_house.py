@@ -73,6 +73,19 @@ def test_imports_run_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_design_says_which_rooms_are_built() -> None:
+    """Docs/design.md lists every room of the house, and of these just the ones that are there as built."""
+    text = (ROOT / "docs" / "design.md").read_text("utf-8")
+    plan = re.findall(r"^      (\w+)(?:/|\.py) ", text, re.MULTILINE)
+    assert set(plan) == {room for room in STOREY if room != "__main__"} | EVERYONES
+    said = re.search(r"has a tenant: today (.*?); not yet (.*?)\.\n", text, re.DOTALL)
+    assert said is not None
+    built, missing = (set(re.findall(r"\w+", part)) - {"and", "py"} for part in said.groups())
+    there = {room_of(path) for path in SRC.rglob("*.py")} - {"__init__", "__main__"} - EVERYONES
+    assert built == there
+    assert missing == set(plan) - there - EVERYONES
+
+
 def test_the_checker_sees_imports_of_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SRC", tmp_path)
     path = tmp_path / "measure" / "deep" / "x.py"

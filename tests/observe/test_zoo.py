@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from seen import see, tensors
-from torch import Tensor
-from zoo import CASES, REFUSED, minilm_folder
+from torch import Tensor, nn
+from zoo import CASES, NO_SUM, REFUSED, minilm_folder
 
 from mainstem.errors import StreamNotFoundError
 from mainstem.observe import find_stream, record
+from mainstem.observe.find import FUSED_NOTE
 from mainstem.observe.ledger import ledger
 
 # fp32 rounds to 6e-8; a sum of three terms rounds twice, and its relative error is taken of a vector's norm.
@@ -164,8 +165,51 @@ def test_other_streams_are_noted() -> None:
 def test_refusal_says_why(name: str) -> None:
     case = REFUSED[name]
     model, inputs = case.build(), case.inputs()
-    with pytest.raises(StreamNotFoundError, match=rf"{type(model).__name__}.*depth attention"):
+    reason = NO_SUM.get(name, ".*depth attention")
+    with pytest.raises(StreamNotFoundError, match=rf"{type(model).__name__},? ?{reason}.*tower_ledger"):
         find_stream(model, inputs)
+
+
+class Gated(nn.Module):
+    """Somebody's recurrent gate: a cell of PyTorch whose state is the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.cell = nn.Linear(16, 16), nn.GRUCell(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(self.mlp(x).relu().flatten(0, 1), x.flatten(0, 1)).view_as(x)
+
+
+class Matrix(nn.Module):
+    """``x + F(x)``, ``F`` one matrix: a write like any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+class Towering(nn.Module):
+    def __init__(self, block: type[nn.Module]):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(40, 16), nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.T
+
+
+def test_a_cell_that_keeps_the_stream_is_no_sublayer_without_residual() -> None:
+    inputs = {"input_ids": torch.randint(0, 40, (2, 7))}
+    with pytest.raises(StreamNotFoundError, match=r"at blocks\.0, .* no sum of stream and write"):
+        find_stream(Towering(Gated), inputs)
+    sites = find_stream(Towering(Matrix), inputs).sites
+    assert [(site.carry, len(site.writes)) for site in sites] == [("identity", 1)] * 3
 
 
 def test_fused_encoder() -> None:
@@ -173,6 +217,7 @@ def test_fused_encoder() -> None:
     case = CASES["torch_encoder"]
     model, inputs = case.build(), case.inputs()
     stream_map = find_stream(model, inputs)
+    assert stream_map.notes == (FUSED_NOTE,)
     torch.backends.mha.set_fastpath_enabled(True)
     try:
         with torch.no_grad():

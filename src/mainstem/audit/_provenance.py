@@ -73,3 +73,4 @@ def _notes(config: AuditConfig, loaded: LoadedModel, stream_map: StreamMap) -> I
             "write_ratio and write_cosine are null where nothing is carried into a block: its first sublayer "
             f"replaces the stream (blocks {', '.join(replaced)})"
         )
+    yield from stream_map.notes

@@ -8,7 +8,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from mainstem.observe._rules import FUSED_ADDS, JOINS, NORMS, SHAPE, SIZES, Status, status_of_call
+from mainstem.observe._rules import (
+    CONTRACTION,
+    FUSED_ADDS,
+    JOINS,
+    NORMS,
+    SHAPE,
+    SIZES,
+    Status,
+    status_of_call,
+)
 from mainstem.observe._trace import Node, Trace, carries
 
 CarryKind = Literal["identity", "scale", "norm", "mix", "none"]
@@ -78,6 +87,11 @@ class Link:
             if node.index in wanted and self.status[node.index] is Status.LINEAR:
                 wanted |= {maker for _, t, maker in node.inputs if carries(t)}
         return [n for n in self.nodes if n.index in wanted and self.status[n.index] is Status.LINEAR]
+
+    def maps_state(self, leaf: Leaf) -> bool:
+        """Whether a write is the state times matrices and nothing else: no norm, no function of it."""
+        made = [n for n in self.ancestors(leaf.maker) if self.status[n.index] is not Status.CONSTANT]
+        return bool(made) and all(n.name in CONTRACTION or n.name in SHAPE for n in made)
 
     @property
     def carry_kind(self) -> CarryKind:

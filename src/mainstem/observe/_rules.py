@@ -81,6 +81,8 @@ SHAPE = frozenset(
         "alpha_dropout",
     ]
 )
+LIKE_ANOTHER = frozenset(["view_as", "reshape_as", "expand_as", "type_as"])
+"""Of what these are given second, only the shape or the dtype matters."""
 ADDITIVE = frozenset(["add", "sub", "rsub", "cat", "concat", "concatenate", "stack", "where", "setitem"])
 PRODUCT = frozenset(["mul"])
 CONTRACTION = frozenset(["matmul", "bmm", "mm", "einsum", "linear", "tensordot", "rmatmul"])
@@ -114,6 +116,8 @@ StatusOf = Callable[[Tensor, int], Status]
 def status_of_call(node: Node, status_of: StatusOf, width: int) -> Status:
     """Return what ``node`` makes of inputs with the given statuses, ``width`` being that of the state."""
     given = {slot: status_of(t, maker) for slot, t, maker in node.inputs}
+    if node.name in LIKE_ANOTHER:
+        return given.get(0, Status.CONSTANT)
     statuses = list(given.values())
     if all(s is Status.CONSTANT for s in statuses):
         return Status.CONSTANT
@@ -150,7 +154,15 @@ def _fused_add(given: dict[int, Status]) -> Status:
     return Status.JOINED if Status.OTHER in rest else Status.LINEAR
 
 
-_FUSED: dict[str, Callable[[dict[int, Status]], Status]] = dict.fromkeys(FUSED_ADDS, _fused_add)
+def _gate(given: dict[int, Status]) -> Status:
+    """``lerp``, ``gru_cell``: a state beside something that was learned, and no tensor that holds either."""
+    return Status.JOINED if len(set(given.values()) - {Status.CONSTANT}) > 1 else Status.OTHER
+
+
+_FUSED: dict[str, Callable[[dict[int, Status]], Status]] = {
+    **dict.fromkeys(FUSED_ADDS, _fused_add),
+    **dict.fromkeys(("lerp", "gru_cell", "lstm_cell"), _gate),
+}
 
 
 def _is_mixing(node: Node, slot: int, width: int) -> bool:

@@ -21,6 +21,12 @@ from mainstem.observe.map import BlockMap, PathCall, Site, StreamMap, Value, Wri
 PROBE_TOKENS = 11
 """Positions the tracing pass looks at; odd, so that no other dimension is likely to have that size."""
 PROBE_SEQUENCES = 2
+FUSED_NOTE = (
+    "PyTorch runs its own encoder layers and attention as one fused call in eval mode; recorded, they run "
+    "their own formula, so that outputs differ by rounding (1e-5 in fp32) from those without recording"
+)
+"""Why the outputs of a model with ``nn.TransformerEncoderLayer`` or ``nn.MultiheadAttention`` may differ."""
+_INSTEAD = "For a mainstem tower use mainstem.observe.tower_ledger, which asks its connections."
 
 
 def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | None = None) -> StreamMap:
@@ -58,7 +64,10 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
             "an embedding of the token ids or a float input of 3 dimensions. Pass the inputs its "
             "forward() takes."
         )
-    return _MapBuilder(seen, best, output).build(type(model).__name__)
+    found = _MapBuilder(seen, best, output).build(type(model).__name__)
+    if any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in model.modules()):
+        found = dataclasses.replace(found, notes=(*found.notes, FUSED_NOTE))
+    return found
 
 
 def probe(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,6 +206,7 @@ class _MapBuilder:
         pieces = self._pieces()
         if not pieces or any(self._spans_blocks(piece) for piece in pieces):
             self._refuse(model_name)
+        self._refuse_gates(model_name, pieces)
         shape = pieces[0].state.output.shape
         sites: list[Site] = []
         frames: list[Frame | None] = []
@@ -429,6 +439,23 @@ class _MapBuilder:
         shape = self._stream_start().output.shape
         return shape[1] if len(shape) > 1 else 0
 
+    def _refuse_gates(self, model_name: str, pieces: list[_Piece]) -> None:
+        """Refuse a stream that is replaced only to the eye: it goes on, but not as the term of a sum."""
+        for link in (link for piece in pieces for link in piece.links):
+            where = f"the residual stream of {model_name}, at {link.end.key.frame.path or 'its top'},"
+            if link.kind == "opaque" and link.status[link.end.index] is Status.JOINED:
+                raise StreamNotFoundError(
+                    f"{where} goes on in something that is no sum of stream and write ({link.end.name}): a "
+                    "gate (Highway, GRU), an interpolation (nGPT), an erasure (delta), or a norm of several "
+                    "states (bottom-to-top). A data flow cannot tell there what was carried from what was "
+                    f"written. {_INSTEAD}"
+                )
+            if len(link.written) > 1 and any(link.maps_state(leaf) for leaf in link.written):
+                raise StreamNotFoundError(
+                    f"{where} is carried and, in the same sum, multiplied by a matrix (LAuReL). A data flow "
+                    f"cannot tell whether that matrix carries or writes. {_INSTEAD}"
+                )
+
     def _refuse(self, model_name: str) -> None:
         size = max((len(link.nodes) for link in self.chain.links), default=0)
         raise StreamNotFoundError(
@@ -437,7 +464,8 @@ class _MapBuilder:
             f"one block between them; the longest stretch without such a tensor holds {size} calls. A model "
             "whose sublayers read the outputs of many earlier ones (depth attention, dense connections), or "
             "that adds its embedding again after its last block, has no single state between its blocks and "
-            "cannot be mapped. If it keeps one cache tensor for all blocks (RWKV), pass use_cache=False."
+            f"cannot be mapped. {_INSTEAD} If it keeps one cache tensor for all blocks (RWKV), pass "
+            "use_cache=False."
         )
 
 
