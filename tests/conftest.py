@@ -13,7 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-torch.set_num_threads(2)
+if "OMP_NUM_THREADS" not in os.environ:  # whoever sets it knows how many cores are free
+    torch.set_num_threads(2)
 
 DATA = Path(__file__).parent / "data"
 
