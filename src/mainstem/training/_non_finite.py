@@ -72,6 +72,13 @@ def first_non_finite(model: nn.Module, inputs: Mapping[str, Any]) -> NonFiniteSi
 # ---- names ----
 
 
+def numbered_blocks(model: nn.Module) -> dict[str, int]:
+    """Return the paths of the members of the longest module list, and their numbers."""
+    lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    longest = max(lists, key=lists.__getitem__, default="")
+    return {f"{longest}.{i}": i for i in range(lists.get(longest, 0))}
+
+
 class _Names:
     """Turns a call into words."""
 
@@ -80,9 +87,7 @@ class _Names:
         try:
             self.map = find_stream(model, inputs)
         except StreamNotFoundError:
-            lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-            longest = max(lists, key=lists.__getitem__, default="")
-            self.blocks = {f"{longest}.{i}": i for i in range(lists.get(longest, 0))}
+            self.blocks = numbered_blocks(model)
         else:
             self.blocks = {block.module: block.index for block in self.map.blocks if block.call == 0}
 
