@@ -224,7 +224,7 @@ def test_a_module_that_raises_in_training_is_a_finding() -> None:
     config = only("repeat", "dead-parameter", "growth")
     report = check(lambda depth: broken.Clean(depth, OnlyEval), config)
     assert [(f.kind, f.figure) for f in report.findings] == [("dead-parameter", None)]
-    assert report.findings[0].says == "the module raised NotImplementedError: no training"
+    assert report.findings[0].says == "the module raised NotImplementedError: no training."
 
 
 class Returns(nn.Module):
@@ -236,12 +236,49 @@ class Returns(nn.Module):
         return self.value
 
 
+def on_meta(depth: int) -> nn.Module:
+    with torch.device("meta"):
+        return broken.clean(depth)
+
+
+def long_winded(depth: int) -> nn.Module:
+    raise ValueError("no such size.\nA page about sizes follows.")
+
+
+def leaving(depth: int) -> nn.Module:
+    raise SystemExit("usage: build.py [-h]")
+
+
+class FewPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.position(torch.arange(ids.shape[1])).expand(len(ids), -1, -1)
+
+
+def test_a_model_in_bf16_is_told_how_little_is_seen() -> None:
+    says = one(check(lambda depth: broken.clean(depth).bfloat16(), only("repeat")), "repeat").says
+    assert "outputs are bfloat16, of which no check sees a difference below 5% of the largest" in says
+    assert "float" not in one(check(broken.clean, only("repeat")), "repeat").says
+
+
 @pytest.mark.parametrize(
     ("factory", "says"),
     [
         (lambda depth: depth, "the factory gave a int; expected an nn.Module"),
+        (lambda depth: None, "the factory gave nothing; does it return the module?"),
+        (lambda depth: nn.Identity, "the factory gave the class Identity, not an instance of it"),
+        (on_meta, "parameters on the meta device, which hold no values; build it on the CPU."),
+        (long_winded, "the factory, called with 2, raised ValueError: no such size ..."),
+        (leaving, "the factory, called with 2, raised SystemExit: usage: build.py [-h]"),
+        (
+            lambda depth: FewPositions(),
+            "[2, 12] int64 token ids (IndexError: index out of range in self). If it",
+        ),
         (lambda: nn.Identity(), "the factory, called with 2, raised TypeError"),
-        (lambda depth: nn.Linear(4, 4), "cannot be run on [2, 12] int64 (RuntimeError"),
+        (lambda depth: nn.Linear(4, 4), "cannot be run on [2, 12] int64 token ids (RuntimeError"),
         (lambda depth: Returns("text"), "the model returned str; expected logits"),
         (lambda depth: Returns(torch.zeros(2, 3)), "returned [2, 3]; expected [batch, pos, vocab]"),
     ],
@@ -250,6 +287,7 @@ def test_what_is_no_factory_of_models(factory: Any, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(factory, DEPTHS)
     assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,14 @@ def run(
 ) -> Callable[..., Ran]:
     (tmp_path / "factories.py").write_text(FACTORIES)
     (tmp_path / "syntax.py").write_text("def build(depth)\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script.py [-h]')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     monkeypatch.setenv("COLUMNS", "120")
 
     def command(*args: object) -> Ran:
         capsys.readouterr()
-        for name in ("factories", "syntax"):
+        for name in ("factories", "syntax", "script"):
             sys.modules.pop(name, None)
         monkeypatch.setattr(sys, "argv", ["mainstem", "check", *map(str, args)])
         code: object = 0
@@ -117,6 +118,8 @@ def test_width_and_tokens_are_passed_on(run: Callable[..., Ran]) -> None:
         (("nowhere:build",), "nowhere cannot be imported (ModuleNotFoundError"),
         (("gone.py:build",), "there is no file 'gone.py'"),
         (("syntax.py:build",), "syntax.py cannot be imported (SyntaxError"),
+        (("script.py:build",), "script.py cannot be imported (SystemExit: usage: script.py [-h])."),
+        (("script:build",), "script cannot be imported (SystemExit: usage: script.py [-h])."),
         (("factories:gone",), "factories has no 'gone'"),
         (("factories:number",), "factories:number is a int; expected a callable"),
         (("factories:clean", "--width", "8"), "the factory, called with 2, width=8, raised TypeError"),

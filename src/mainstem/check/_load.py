@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mainstem.check._subject import brief
 from mainstem.errors import ConfigError
 
 FORM = "package.module:factory or path/to/file.py:factory"
@@ -56,7 +57,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.path.insert(0, folder)  # as `python path/to/file.py` does
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _broken(str(path), error) from error
     finally:
@@ -71,12 +72,12 @@ def _from_package(name: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _broken(name, error) from error
     finally:
         if inserted and here in sys.path:
             sys.path.remove(here)
 
 
-def _broken(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{name} cannot be imported ({type(error).__name__}: {error}).")
+def _broken(name: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"{name} cannot be imported ({brief(error)}).")

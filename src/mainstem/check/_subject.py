@@ -130,10 +130,12 @@ class Subject:
             return self.run(model.eval(), given)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            what = "token ids" if given.dtype == torch.long else "values"
+            hint = " If it has fewer positions, give --tokens." if isinstance(error, IndexError) else ""
             raise ConfigError(
-                f"the factory's module cannot be run on {list(given.shape)} {str(given.dtype)[6:]} "
-                f"({type(error).__name__}: {error})."
+                f"the factory's module cannot be run on {list(given.shape)} {str(given.dtype)[6:]} {what} "
+                f"({brief(error)}).{hint}"
             ) from error
 
     def build(self, depth: int, seed: int | None = None) -> Model:
@@ -142,15 +144,26 @@ class Subject:
         with seeded(self.config.seed if seed is None else seed):
             try:
                 made = self.factory(depth, **options)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise ConfigError(
-                    f"the factory, called with {_call(depth, options)}, raised "
-                    f"{type(error).__name__}: {error}"
+                    f"the factory, called with {_call(depth, options)}, raised {brief(error)}"
                 ) from error
         if not isinstance(made, nn.Module):
+            given = (
+                "nothing; does it return the module?"
+                if made is None
+                else f"the class {made.__name__}, not an instance of it"
+                if isinstance(made, type)
+                else f"a {type(made).__name__}"
+            )
             raise ConfigError(
-                f"the factory gave a {type(made).__name__}; expected an nn.Module: a causal model, or a "
+                f"the factory gave {given}; expected an nn.Module: a causal model, or a "
                 "mainstem.check.ResidualStack."
+            )
+        if any(t.is_meta for t in (*made.parameters(), *made.buffers())):
+            raise ConfigError(
+                "the factory's module has parameters on the meta device, which hold no values; build it on "
+                "the CPU."
             )
         config = getattr(made, "config", None)
         if "use_cache" in inspect.signature(made.forward).parameters and hasattr(config, "use_cache"):
@@ -184,6 +197,13 @@ class Subject:
         """Run it without gradients, random numbers the same every time."""
         with seeded(self.config.seed), torch.no_grad():
             return model(given)
+
+
+def brief(error: BaseException) -> str:
+    """Return an exception in one line: its class and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    says = (lines[0].rstrip(".") + (" ..." if len(lines) > 1 else "")) if lines else ""
+    return f"{type(error).__name__}: {says}" if says else type(error).__name__
 
 
 def _call(depth: int, options: dict[str, int]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from mainstem.check._growth import check_finite, check_growth
 from mainstem.check._leaks import check_batch, check_future, check_repeat
 from mainstem.check._parity import check_compiled, check_gradients, check_modes, check_saved, check_start
-from mainstem.check._subject import CheckConfig, Factory, Subject
+from mainstem.check._subject import CheckConfig, Factory, Subject, brief
 from mainstem.check._sums import check_sums
 from mainstem.check.report import KINDS, CheckReport, Finding, Outcome, Skipped
 from mainstem.errors import ConfigError
@@ -76,10 +76,9 @@ def _run(
         found = probe(subject)
     except ConfigError:
         raise
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        says = f"the module raised {type(error).__name__}: {line}"
+    except (Exception, SystemExit) as error:
+        says = f"the module raised {brief(error)}"
         if kind in _INSTRUMENTED:
             return [Skipped(kind=kind, reason=says)]
-        return [Finding(kind=kind, figure=None, where="this check", says=says)]
+        return [Finding(kind=kind, figure=None, where="this check", says=f"{says}.")]
     return [found] if isinstance(found, Finding) or not isinstance(found, Sequence) else found
