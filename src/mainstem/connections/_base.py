@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mainstem.connections._norms import NormConfig, UnitOffsetRMSNorm
 from mainstem.connections._policy import StreamModule
+from mainstem.connections._recompute import Recompute, run_recomputed
 from mainstem.errors import ConfigError
 
 Stream: TypeAlias = Tensor | tuple[Tensor, ...]
@@ -113,7 +114,15 @@ class ParameterGroup:
 
 
 class Connection(StreamModule, abc.ABC):
-    """Joins one sublayer to the stream and owns that sublayer's norms."""
+    """Joins one sublayer to the stream and owns that sublayer's norms.
+
+    Attributes:
+        recompute: whether what its read and write keep for backward is made again there, and with whose:
+            ``"starts"`` a segment of sublayers or ``"joins"`` it. Set by :meth:`Scheme.build`. A compiled
+            block decides that itself, so there it has no effect.
+    """
+
+    recompute: Recompute = "off"
 
     @abc.abstractmethod
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
@@ -154,9 +163,14 @@ class Connection(StreamModule, abc.ABC):
 
         The branch reads in its own dtype and what it returns is written in the stream's; see `StreamModule`.
         """
+
+        def run(read: Tensor) -> Tensor:
+            return self.stream_of(branch(self.branch_of(read), *args, **kwargs))
+
+        if self.recompute != "off" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return run_recomputed(self, self.recompute, stream, run)
         read, context = self.read(stream)
-        update = branch(self.branch_of(read), *args, **kwargs)
-        return self.write(stream, self.stream_of(update), context)
+        return self.write(stream, run(read), context)
 
 
 class Trunk(StreamModule):
@@ -227,8 +241,8 @@ class Scheme(abc.ABC):
         exact_start: start as a stack that computes what plain Pre-LN computes, instead of the published way.
         no_exact_start: why that is impossible, or None where it is possible.
         refuses: feature (``"kv_cache"``, ``"activation_checkpointing"``, ``"compile"``, ``"parallel_block"``,
-            ``"left_padding"``, ``"fsdp"``, ``"narrow_stream"``: below fp32) -> why the scheme cannot be
-            combined with it.
+            ``"left_padding"``, ``"fsdp"``, ``"narrow_stream"``: below fp32, ``"recompute"``) -> why the
+            scheme cannot be combined with it.
     """
 
     name: ClassVar[str]
@@ -271,6 +285,7 @@ class Scheme(abc.ABC):
         num_sublayers: int,
         norm: NormConfig | None = None,
         stream_dtype: torch.dtype | None = None,
+        recompute: int = 0,
     ) -> Trunk:
         """Build the trunk.
 
@@ -280,20 +295,32 @@ class Scheme(abc.ABC):
                 parallel block is one sublayer).
             norm: kind and epsilon of the norms; RMSNorm with 1e-6 when not given.
             stream_dtype: the least dtype of the stream, whatever the branches compute in; see `StreamModule`.
+            recompute: sublayers in a segment that keeps for backward its first stream and the branches'
+                updates, and makes again what else its reads and writes need; 0 keeps everything. A segment
+                that is one block suits whatever wraps blocks (FSDP); a longer one keeps fewer streams.
 
         Raises:
-            ConfigError: width or num_sublayers is not positive.
+            ConfigError: width or num_sublayers is not positive, recompute is negative or refused.
         """
         if width < 1 or num_sublayers < 1:
             raise ConfigError(
                 f"{self.name} was asked for width={width} and num_sublayers={num_sublayers}; "
                 "both must be at least 1."
             )
+        if recompute < 0:
+            raise ConfigError(f"{self.name} was asked for recompute={recompute}; 0 means none, 2 a block.")
+        if recompute and "recompute" in self.refuses:
+            raise ConfigError(
+                f"{self.name} cannot compute its reads and writes again: {self.refuses['recompute']} "
+                "Leave out recompute."
+            )
         norm = norm or NormConfig()
         connections = [
             self.build_connection(index=i, width=width, num_sublayers=num_sublayers, norm=norm)
             for i in range(num_sublayers)
         ]
+        for index, connection in enumerate(connections if recompute else []):
+            connection.recompute = "joins" if index % recompute else "starts"
         return self.build_trunk(connections, width=width, norm=norm).keep_stream_in(stream_dtype)
 
     def build_trunk(self, connections: Sequence[Connection], *, width: int, norm: NormConfig) -> Trunk:

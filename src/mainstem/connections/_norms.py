@@ -112,6 +112,15 @@ def frozen_norm(norm: nn.Module, x: Tensor) -> tuple[Callable[[Tensor], Tensor],
     )
 
 
+def rms_gain(norm: nn.Module) -> tuple[Tensor, float] | None:
+    """Return the gain and the epsilon of an RMS norm that :class:`NormConfig` built, None for a LayerNorm."""
+    if isinstance(norm, UnitOffsetRMSNorm):
+        return 1.0 + norm.weight, norm.eps
+    if isinstance(norm, nn.RMSNorm) and norm.eps is not None:
+        return norm.weight, norm.eps
+    return None
+
+
 def set_gain(norm: nn.Module, gain: float) -> None:
     """Set every channel's gain of a norm that :class:`NormConfig` built."""
     weight = norm.weight

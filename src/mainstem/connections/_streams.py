@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mainstem.connections._base import (
@@ -36,30 +35,17 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._norms import NormConfig
 from mainstem.connections._policy import coefficient_dtype
+from mainstem.connections._stream_ops import (
+    mix_streams,
+    project_normed,
+    read_streams,
+    spread_update,
+    weigh_streams,
+    write_streams,
+)
 from mainstem.errors import ConfigError
 
 Collapse = Literal["sum", "mean", "head"]
-
-
-def weigh_streams(weights: Tensor, stream: Tensor) -> Tensor:
-    """``sum_i weights_i X_i``: ``[batch, pos, n]``, ``[batch, pos, n, width]`` -> ``[batch, pos, width]``."""
-    return torch.matmul(weights.unsqueeze(-2), stream.to(weights.dtype)).squeeze(-2).to(stream.dtype)
-
-
-def mix_streams(mix: Tensor, stream: Tensor) -> Tensor:
-    """``X'_o = sum_i mix[o, i] X_i``: ``[batch, pos, n, n]`` times ``[batch, pos, n, width]``."""
-    return torch.matmul(mix, stream.to(mix.dtype)).to(stream.dtype)
-
-
-def spread_update(weights: Tensor, update: Tensor) -> Tensor:
-    """``weights_i u`` for every stream: ``[batch, pos, n]`` and ``[batch, pos, width]``."""
-    return (weights.unsqueeze(-1) * update.unsqueeze(-2)).to(update.dtype)
-
-
-def unweighted_rms(x: Tensor, eps: float) -> Tensor:
-    """RMS norm of the last dimension without a gain, in the dtype of coefficients."""
-    x = x.to(coefficient_dtype(x))
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def carried_matrix(carry: Callable[[Tensor], Tensor], stream: Tensor) -> Tensor:
@@ -103,14 +89,13 @@ class StreamsConnection(Connection):
         assert isinstance(stream, Tensor)
         read_weight, write_weight, mix = self.coefficients(stream)
         context = (write_weight,) if mix is None else (write_weight, mix)
-        return self.norm(weigh_streams(read_weight, stream)), context
+        return self.norm(read_streams(read_weight, stream)), context
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Return the mixed streams plus each one's share of the update."""
         assert isinstance(stream, Tensor)
         assert isinstance(context, tuple)
-        carried = stream if len(context) == 1 else mix_streams(context[1], stream)
-        return carried + spread_update(context[0], update)
+        return write_streams(stream, update, context[0], context[1] if len(context) > 1 else None)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Freeze the weights at those of this pass."""
@@ -163,9 +148,8 @@ class SigmoidCoefficients(nn.Module):
 
     def forward(self, stream: Tensor) -> list[Tensor]:
         """Return the logits of reads, writes and mix, ``[batch, pos, ...]``, before any sigmoid."""
-        normed = unweighted_rms(stream.flatten(-2), self.eps)
-        dtype = normed.dtype
-        raw = F.linear(normed, self.projection.to(dtype)).split(self.sizes, dim=-1)
+        raw = project_normed(stream.flatten(-2), self.projection, self.eps)
+        dtype, raw = raw.dtype, raw.split(self.sizes, dim=-1)
         biases = self.bias.to(dtype).split(self.sizes)
         return [z * s + b for z, s, b in zip(raw, self.scale.to(dtype).unbind(0), biases, strict=True)]
 
@@ -211,9 +195,8 @@ class StreamHead(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """Return the weights, ``[batch, pos, n]``."""
-        normed = unweighted_rms(stream.flatten(-2), self.eps)
-        z = F.linear(normed, self.projection.to(normed.dtype)) * self.scale.to(normed.dtype)
-        return torch.sigmoid(z + self.bias.to(normed.dtype)) + self.epsilon
+        raw = project_normed(stream.flatten(-2), self.projection, self.eps)
+        return torch.sigmoid(raw * self.scale.to(raw.dtype) + self.bias.to(raw.dtype)) + self.epsilon
 
 
 class StreamsTrunk(Trunk):

@@ -23,11 +23,11 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._norms import NormConfig
 from mainstem.connections._policy import coefficient_dtype
+from mainstem.connections._stream_ops import spread_update, write_streams
 from mainstem.connections._streams import (
     Collapse,
     StreamsScheme,
     StreamsTrunk,
-    spread_update,
     start_at_,
     streams_mix,
 )
@@ -137,7 +137,7 @@ class GatedStreamsConnection(Connection):
         """Return the streams plus each one's share of the update."""
         assert isinstance(stream, Tensor)
         assert isinstance(context, tuple)
-        return stream + spread_update(context[0], update)
+        return write_streams(stream, update, context[0], None)
 
     def linearize(self, stream: Stream, update: Tensor, context: Context) -> AffineStep:
         """Carry is the identity; the write's gates are frozen."""
