@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table stream-dtype claims bench hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table connections-cost stream-dtype claims bench hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ identity-table: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder  ## docs/identity
 
 connections-table: $(VENV)/.dev  ## docs/connections.md: every scheme, its start, its costs, its gradients
 	@$(RUN) benchmarks.connections_table
+
+connections-cost: $(VENV)/.oracle  ## docs/connections-cost.md: time and kept memory of every scheme, beside other packages
+	@$(RUN) benchmarks.connections_cost --out out/connections-cost.jsonl --page docs/connections-cost.md
 
 stream-dtype: $(VENV)/.dev  ## docs/stream-dtype.md: what a 16-bit stream loses of what is added to it
 	@$(RUN) benchmarks.stream_dtype

@@ -61,6 +61,63 @@ def interleave(contenders: Mapping[str, Callable[[], Any]], reference: str, roun
     }
 
 
+def pair(
+    contenders: Mapping[str, Callable[[], Any]],
+    reference: Callable[[], Any],
+    rounds: int,
+    *,
+    tolerance: float = 0.1,
+    repeats: int = 2,
+) -> dict[str, Timing]:
+    """Time every contender between two runs of the reference, once a round.
+
+    The ratio of a round is that to the mean of the two. Where these differ by more than ``tolerance`` the
+    machine was disturbed, and the pair is run again, at most ``repeats`` times; the calmest counts.
+    """
+    for run in (reference, *contenders.values()):
+        run()
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    before = _seconds(reference)
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            tries: list[tuple[float, float, float]] = []
+            while len(tries) <= repeats:
+                taken, after = _seconds(run), _seconds(reference)
+                tries.append((abs(after - before) / min(after, before), taken, (before + after) / 2))
+                before = after
+                if tries[-1][0] <= tolerance:
+                    break
+            _, taken, base = min(tries)
+            found[name].append((taken, base))
+    return {
+        name: Timing(tuple(t for t, _ in pairs), tuple(t / base for t, base in pairs))
+        for name, pairs in found.items()
+    }
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> int:
+    """Return the bytes that ``run``'s forward keeps for backward: each memory once, parameters not."""
+    known = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
+    kept: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            kept.append(t)  # so that no later tensor gets the same address
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(t.untyped_storage().nbytes() for t in kept)
+
+
 def summarize(timings: Mapping[str, Timing], reference: str) -> dict[str, dict[str, float]]:
     """Return the summaries; ``ratio_of_minima`` is the ratio least disturbed by a busy machine."""
     fastest = min(timings[reference].seconds)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks._harness import Timing, emit, interleave, summarize
+from benchmarks._harness import Timing, emit, interleave, pair, saved_bytes, summarize
+from benchmarks.connections_cost import build_stacks, page
 from benchmarks.recording import measure_memory_here, peak_bytes
 
 
@@ -63,3 +64,49 @@ def test_memory_of_recording_does_not_grow_with_depth() -> None:
     # the rows in which rounding is looked at.
     assert deep["recorded"] - shallow["recorded"] < 2 * shallow["state"]
     assert deep["recorded"] <= 1.1 * shallow["recorded"]
+
+
+def test_a_contender_stands_between_two_runs_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    clock = iter([0.0, 2.0, 0.0, 3.0, 0.0, 2.0])  # start and end: reference, contender, reference
+    monkeypatch.setattr("benchmarks._harness.time.perf_counter", lambda: next(clock))
+    timings = pair({"a": lambda: order.append("a")}, lambda: order.append("r"), 1)
+    assert "".join(order) == "ra" + "rar"  # each once untimed before
+    assert timings["a"] == Timing((3.0,), (1.5,))
+
+
+def test_a_disturbed_pair_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Reference, then contender and reference: 2, (9, 4), (6, 4): the second pair stands between equal runs.
+    clock = iter([0.0, 2.0, 0.0, 9.0, 0.0, 4.0, 0.0, 6.0, 0.0, 4.0])
+    monkeypatch.setattr("benchmarks._harness.time.perf_counter", lambda: next(clock))
+    assert pair({"a": lambda: None}, lambda: None, 1)["a"] == Timing((6.0,), (1.5,))
+
+
+def test_saved_bytes_are_counted_once_and_without_parameters() -> None:
+    layer = torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8, requires_grad=True)
+    assert saved_bytes(lambda: layer(x) + layer(x), layer) == 4 * 8 * 4
+
+
+def test_stacks_of_the_same_branches_start_as_pre_norm() -> None:
+    stacks, _ = build_stacks(["Pre-LN by hand", "rezero", "dense_former", "hyper_connections"], (2, 16, 2, 8))
+    x = torch.randn(2, 8, 16)
+    plain = stacks.pop("pre_norm")(x)
+    for name in ("Pre-LN by hand", "dense_former", "hyper_connections", "hyper_connections, recompute"):
+        torch.testing.assert_close(stacks[name](x), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_the_page_has_a_row_each() -> None:
+    row = {"ratio": 1.25, "ratio_q1": 1.2, "ratio_q3": 1.3, "saved": 1.5}
+    setting = dict.fromkeys(("blocks", "width", "heads", "sequences", "tokens", "threads", "repetitions"), 2)
+    made = page(
+        {
+            "setting": setting,
+            "base": {"seconds": 1.0, "saved_mb": 10.0},
+            "peers": {"hyper-connections": "absent"},
+            "left_out": ["hyper-connections HC"],
+            "results": {"mhc, recompute": row},
+        }
+    )
+    assert "| mhc, recompute | 1.25 | 1.20 to 1.30 | 1.50 |" in made
+    assert made.endswith("Left out, their packages missing: hyper-connections HC.\n")
