@@ -8,7 +8,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from mainstem import __version__
 from mainstem.errors import MainstemError, MissingExtraError
@@ -345,6 +345,112 @@ def train(
         if result.sample is not None:
             print(f"it writes: {result.sample}")
         print(f"wrote {folder}")
+
+
+@app.command(
+    epilog="Example:  mainstem compare --connections pre_norm,mhc --depths 12,24 --seeds 3 --max_steps 300 "
+    "--out out/mhc",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def compare(
+    context: typer.Context,
+    connections: Annotated[
+        str,
+        typer.Option(
+            help="To compare: `mainstem connections`. Options of one go behind colons: mhc:num_streams=2.",
+            show_default=False,
+            metavar="NAME,...",
+        ),
+    ],
+    depths: Annotated[str, typer.Option(help="Blocks; all else follows from it.", metavar="N,...")] = "24",
+    seeds: Annotated[
+        str, typer.Option(help="Runs of each, or which seeds: 3 is 0,1,2.", metavar="N or N,N,...")
+    ] = "3",
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help="What the others are compared with.", show_default="pre_norm, or the first", metavar="NAME"
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Train each cell so long, not for so many steps.", show_default=False, metavar="M"),
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Channels of the stream.", metavar="N")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.", metavar="N")] = None,
+    tower: Annotated[
+        list[str] | None,
+        typer.Option(help="Field of TowerConfig, such as qk_norm=head.", metavar="NAME=VALUE"),
+    ] = None,
+    text: Annotated[str, typer.Option(help="As for `mainstem train`.", metavar="T")] = "sotu",
+    tokenizer: Annotated[str, typer.Option(help="As for `mainstem train`.", metavar="T")] = "bpe:2048",
+    window: Annotated[int, typer.Option(help="Tokens in an example.", metavar="N")] = 128,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the text to evaluate on.", metavar="SHARE")
+    ] = 0.05,
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon for matrices in blocks.")] = "adamw",
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="slurm, or local: every cell a job. Without it one after another.", metavar="NAME"),
+    ] = None,
+    launcher_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Of submitit, such as slurm_partition=gpu.", metavar="NAME=VALUE"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder; what it holds is gone on with.", metavar="DIR")] = Path(
+        "compare"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Train connections x depths x seeds alike and compare their loss and cost, resuming what is there.
+
+    Every argument of transformers.TrainingArguments is an option too: --max_steps 300 --learning_rate 1e-3.
+    Status 1: a cell failed. A run that diverges is a result, not a failure.
+    """
+    from mainstem.report import plain_console
+    from mainstem.report.compare import comparison_to_json, print_comparison, write_comparison
+    from mainstem.training.arguments import options, trainer_arguments
+    from mainstem.training.compare import CompareConfig, parse_numbers
+    from mainstem.training.compare import compare as run
+    from mainstem.training.config import TrainConfig
+
+    base = TrainConfig(
+        width=width,
+        num_heads=heads,
+        tower=options(tower or [], "--tower"),
+        text=text,
+        tokenizer=tokenizer,
+        window=window,
+        held_out=held_out,
+        optimizer=cast("Any", optimizer),
+        trainer=trainer_arguments(context.args),
+    )
+    numbers = parse_numbers(seeds, "--seeds")
+    config = CompareConfig(
+        connections=tuple(connections.split(",")),
+        depths=parse_numbers(depths, "--depths"),
+        seeds=numbers if "," in seeds else tuple(range(numbers[0])),
+        baseline=baseline,
+        minutes=minutes,
+        base=base,
+    )
+    with _stdout_kept_clean():
+        result = run(
+            config,
+            out,
+            cluster=launcher,
+            cluster_options=options(launcher_option or [], "--launcher-option"),
+            tell=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        files = write_comparison(result, out)
+    with _output():
+        if as_json:
+            print(comparison_to_json(result), end="")
+        else:
+            print_comparison(result, plain_console())
+            for path in (out / "compare.json", *files):
+                print(f"wrote {path}")
+    raise typer.Exit(1 if any(cell.status == "failed" for cell in result.cells) else 0)
 
 
 def map_as_dict(stream_map: StreamMap) -> dict[str, Any]:
