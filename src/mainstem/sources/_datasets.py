@@ -25,6 +25,11 @@ class DatasetRows:
     column: str
     data: Any = dataclasses.field(repr=False)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """What ``datasets`` tells one content from another by; None for a stream, of which nobody knows."""
+        return getattr(self.data, "_fingerprint", None)
+
     def __iter__(self) -> Iterator[str]:
         """Yield the column's strings; rows of None are passed over."""
         for row in self.data:

@@ -71,10 +71,10 @@ def staged(folder: Path, step: int, *, writes: bool) -> Generator[Path]:
 
 
 def _finish(written: Path, folder: Path, step: int) -> None:
+    obey_umask(written)
     write_manifest(written, {"format": "mainstem.checkpoint/1", "step": step})
     for path in written.rglob("*"):
-        if path.is_file():
-            _sync(path)
+        _sync(path)
     _sync(written)
     final = folder / written.name
     aside = folder / STAGE / "replaced"
@@ -93,11 +93,31 @@ def remove_old(folder: Path, keep: int | None, always: Path | None = None) -> No
             shutil.rmtree(checkpoint, ignore_errors=True)
 
 
+def set_aside(torn: list[Path]) -> None:
+    """Rename checkpoints that are not whole, so that none of them is counted among those that are kept."""
+    for path in torn:
+        aside = path.with_name(f"torn-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+
+
+def obey_umask(folder: Path) -> None:
+    """Give the weights in ``folder`` the mode of any new file: safetensors writes for the owner alone."""
+    made = folder / ".mode"
+    made.touch()
+    mode = made.stat().st_mode & 0o777
+    made.unlink()
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
+
+
 def _sync(path: Path) -> None:
     """Let the disk have it before a rename says that it is there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems sync no folders
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems sync no folders
+            raise
     finally:
         os.close(descriptor)

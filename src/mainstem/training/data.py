@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import tempfile
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ class TrainingText:
     Attributes:
         tokenizer: of ``transformers``.
         train, held_out: ``datasets`` with the column ``input_ids``, ``window`` tokens in every row.
-        bytes_per_token: of the held-out windows as UTF-8; bits per byte are
-            ``loss / ln 2 / bytes_per_token``.
+        bytes_per_token: UTF-8 bytes of the held-out tokens that are predicted (all but each window's first)
+            over their number; bits per byte are ``loss / ln 2 / bytes_per_token``.
         provenance: JSON-ready facts.
     """
 
@@ -57,7 +58,7 @@ def prepare_text(config: TrainConfig, text: TextSource) -> TrainingText:
     if config.streaming:
         return _stream(datasets, config, text, tokenizer, facts)
     key = {
-        "text": text.sha256() or _fingerprint(text),
+        "text": _text_hash(text),
         "tokenizer": _tokenizer_hash(tokenizer),
         "window": config.window,
         "format": 1,
@@ -173,12 +174,14 @@ def _pack(
     datasets: Any, place: Path, config: TrainConfig, text: TextSource, tokenizer: Any, key: dict[str, Any]
 ) -> dict[str, Any]:
     features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), config.window)})
-    with _no_bars(datasets):
+    # datasets would keep what it builds in the user's cache; what is kept is in ours.
+    with _no_bars(datasets), tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         windows = datasets.Dataset.from_generator(
             _rows,
             features=features,
+            cache_dir=scratch,
             gen_kwargs={"text": text, "tokenizer": tokenizer, "window": config.window},
-            fingerprint=key["text"][:16] + key["tokenizer"][:16] + str(config.window),
+            fingerprint=hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32],
         )
         windows.save_to_disk(str(place))
     return key
@@ -225,20 +228,45 @@ def _stream(
 
 
 def _bytes_per_token(tokenizer: Any, windows: Iterable[list[int]]) -> float:
+    sizes = _token_sizes(tokenizer)
     num_bytes = num_tokens = 0
     for ids in windows:
-        num_bytes += len(tokenizer.decode(ids, skip_special_tokens=True).encode())
-        num_tokens += len(ids)
+        num_tokens += len(ids) - 1
+        if sizes is not None:
+            num_bytes += sum(map(sizes.__getitem__, ids[1:]))
+        else:
+            whole, first = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:1]))
+            num_bytes += len(whole.encode()) - len(first.encode())
     return num_bytes / num_tokens
 
 
-def _fingerprint(text: TextSource) -> str:
-    """Hash a text that is not hashed by itself because reading it through would take long."""
-    digest = hashlib.sha256(json.dumps(text.provenance, sort_keys=True).encode())
-    for number, chunk in enumerate(text.chunks()):
-        if number == 64:
-            break
-        digest.update(chunk.encode())
+def _token_sizes(tokenizer: Any) -> list[int] | None:
+    """Bytes that each token of a byte-level tokenizer stands for, 0 for special ones; None for another kind.
+
+    Exact where a token is a part of a character, which decoding is not. A byte is a character of the
+    vocabulary there (GPT-2).
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or (json.loads(backend.to_str())["decoder"] or {}).get("type") != "ByteLevel":
+        return None
+    special = set(tokenizer.all_special_ids)
+    added = tokenizer.added_tokens_decoder
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return [
+        0 if i in special or token is None else len(token.encode()) if i in added else len(token)
+        for i, token in enumerate(tokens)
+    ]
+
+
+def _text_hash(text: TextSource) -> str:
+    """Hash all of a text; a dataset by the fingerprint that ``datasets`` keeps of its files."""
+    if text.kind == "dataset":
+        return hashlib.sha256(json.dumps(text.provenance, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for number, document in enumerate(text.documents()):
+        digest.update(b"\0" if number else b"")  # borders of documents count: a token stands there
+        for chunk in document:
+            digest.update(chunk.encode())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mainstem.connections import DepthScaled, TrainingRules, parameter_groups
+from mainstem.connections import Connection, DepthScaled, TrainingRules, parameter_groups
 from mainstem.errors import ConfigError
 from mainstem.tower import Block, Tower
 from mainstem.training.config import Optimizer
@@ -27,19 +27,25 @@ _NEUTRAL = TrainingRules(
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for some parameters and AdamW for the others, as one optimiser.
 
-    Both work on the same group dictionaries that ``param_groups`` lists, Muon's first, so a learning-rate
-    schedule reaches both. Muon's updates are scaled to AdamW's size (``match_rms_adamw``), so that one
-    learning rate serves both.
+    Both work on the groups that ``param_groups`` lists, Muon's first, and on one state, so that a
+    learning-rate schedule reaches both and a checkpoint, distributed or not, holds both. Muon's updates are
+    scaled to AdamW's size (``match_rms_adamw``), so that one learning rate serves both.
     Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (arXiv 2502.16982, section 2.2) for the scale; both in
     :class:`torch.optim.Muon`.
     """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer):
         self.parts = (muon, adamw)
-        super().__init__(
-            [{"params": group["params"]} for part in self.parts for group in part.param_groups], {}
-        )
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both parts work on the groups and the state that this optimiser saves and loads."""
+        muon, adamw = self.parts
+        num_groups = len(muon.param_groups)
+        muon.param_groups = self.param_groups[:num_groups]
+        adamw.param_groups = self.param_groups[num_groups:]
+        muon.state = adamw.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take a step with both."""
@@ -51,15 +57,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return both states, under ``"parts"``."""
-        return {"parts": [part.state_dict() for part in self.parts]}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up both states."""
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        """Take up the state of both."""
+        super().load_state_dict(state_dict)
+        self._share()
 
 
 def make_optimizer(
@@ -75,52 +76,52 @@ def make_optimizer(
 
     Groups, their learning-rate multipliers and who is decayed come from
     :func:`mainstem.connections.parameter_groups`; a depth-scaled connection's rules (arXiv 2505.01618, table
-    1) add theirs for what stands inside the blocks.
+    1) add theirs for what stands inside the blocks. Muon gets the matrices of attention and feed-forward;
+    a connection's own, which are few rows wide, stay with AdamW.
 
     Raises:
         ConfigError: Muon is asked for and this torch has none.
     """
     rules, hidden = _rules_of(model)
+    branches = hidden - _ids(p for m in model.modules() if isinstance(m, Connection) for p in m.parameters())
     muon: list[dict[str, Any]] = []
     rest: list[dict[str, Any]] = []
     for group in parameter_groups(model):
-        for inside in (True, False):
-            own = [p for p in group.parameters if (id(p) in hidden) == inside and p.requires_grad]
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for p in group.parameters:
+            for_muon = kind == "muon" and group.weight_decay and p.ndim == 2 and id(p) in branches
+            if p.requires_grad:
+                kinds.setdefault((for_muon, id(p) in hidden), []).append(p)
+        for (for_muon, inside), parameters in kinds.items():
             matrices = inside and group.weight_decay
+            rate = group.lr_multiplier * (rules.hidden_matrix_lr if matrices else 1.0)
+            decay = group.weight_decay * (rules.hidden_weight_decay if matrices else 1.0)
             settings = {
-                "params": own,
-                "lr": learning_rate * group.lr_multiplier * (rules.hidden_matrix_lr if matrices else 1.0),
-                "weight_decay": weight_decay
-                * (rules.hidden_weight_decay if matrices else 1.0)
-                * group.weight_decay,
+                "params": parameters,
+                "lr": learning_rate * rate,
+                "weight_decay": weight_decay * decay,
             }
-            for_muon = kind == "muon" and matrices and all(p.ndim == 2 for p in own)
-            if own:
-                (muon if for_muon else rest).append(settings)
-    adamw = torch.optim.AdamW
-    options: dict[str, Any] = {"betas": betas, "eps": eps * rules.adam_eps, "fused": _can_fuse(model)}
+            (muon if for_muon else rest).append(settings)
+    adamw = torch.optim.AdamW(rest, betas=betas, eps=eps * rules.adam_eps, fused=_can_fuse(model))
     if not muon:
-        return adamw(rest, **options)
+        return adamw
     muon_class = getattr(torch.optim, "Muon", None)
     if muon_class is None:
         raise ConfigError(
             f"torch {torch.__version__} has no Muon; install torch>=2.9 or use optimizer='adamw'."
         )
     return MuonWithAdamW(
-        muon_class(muon, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"), adamw(rest, **options)
+        muon_class(muon, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"), adamw
     )
 
 
 def _rules_of(model: nn.Module) -> tuple[TrainingRules, set[int]]:
-    towers = [module for module in model.modules() if isinstance(module, Tower)]
-    hidden = _ids(p for tower in towers for block in tower.blocks for p in block.parameters())
-    if not towers:
-        hidden = _ids(p for m in model.modules() if isinstance(m, Block) for p in m.parameters())
-        return _NEUTRAL, hidden
-    scheme = towers[0].config.scheme()
-    if not isinstance(scheme, DepthScaled):
-        return _NEUTRAL, hidden
-    return scheme.training_rules(towers[0].config.num_sublayers), hidden
+    """Return the rules of a depth-scaled tower, and who stands inside blocks."""
+    hidden = _ids(p for m in model.modules() if isinstance(m, Block) for p in m.parameters())
+    for tower in model.modules():
+        if isinstance(tower, Tower) and isinstance(scheme := tower.config.scheme(), DepthScaled):
+            return scheme.training_rules(tower.config.num_sublayers), hidden
+    return _NEUTRAL, hidden
 
 
 def _ids(parameters: Iterable[nn.Parameter]) -> set[int]:
@@ -128,4 +129,11 @@ def _ids(parameters: Iterable[nn.Parameter]) -> set[int]:
 
 
 def _can_fuse(model: nn.Module) -> bool:
-    return all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in model.parameters())
+    """Whether one kernel can update all parameters; for sharded ones there is one on CUDA only."""
+    from torch.distributed.tensor import DTensor  # here, for its import takes half a second
+
+    return all(
+        p.is_floating_point()
+        and (p.device.type == "cuda" or (p.device.type == "cpu" and not isinstance(p, DTensor)))
+        for p in model.parameters()
+    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,32 +15,40 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mainstem.errors import MissingExtraError
+from mainstem.tower import Tower, shard_tower
 from mainstem.training._non_finite import first_non_finite
 from mainstem.training.checkpoints import (
     STAGE,
     NonFiniteError,
     TrainingStoppedError,
     last_whole,
+    obey_umask,
     remove_old,
     staged,
+    step_of,
 )
 from mainstem.training.config import Optimizer
+from mainstem.training.logs import LOG, LogFile
 from mainstem.training.optimizers import make_optimizer
 
 try:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
     from transformers import Trainer, TrainerCallback
+    from transformers.utils import logging as transformers_logging
 except ImportError as error:
     raise MissingExtraError("Training", "transformers", "train") from error
 
-LOG = "log.jsonl"
+__all__ = ["LOG", "StreamTrainer"]
 
 
 class StreamTrainer(Trainer):
     """A Trainer for a model with a residual stream.
 
     Differs from :class:`transformers.Trainer` in the optimiser (:func:`make_optimizer`), in checkpoints that
-    appear whole or not at all and carry a manifest with hashes, and in stopping, with the parameters still
-    sound and saved, when a loss or a gradient is not finite. It raises where the Trainer would go on.
+    appear whole or not at all and carry a manifest with hashes, in stopping, with the parameters still sound
+    and saved, when a loss or a gradient is not finite, and in ``fsdp``, which shards a tower by
+    :func:`mainstem.tower.shard_tower`. It raises where the Trainer would go on.
 
     Args:
         optimizer_kind: see :func:`make_optimizer`.
@@ -59,74 +66,166 @@ class StreamTrainer(Trainer):
         self.optimizer_kind: Optimizer = optimizer_kind
         self.bytes_per_token = bytes_per_token
         self._stage: Path | None = None
-        self._batch: Mapping[str, Tensor] | None = None
+        self._micro_batches: list[tuple[Mapping[str, Tensor], Tensor]] = []
         super().__init__(*args, **kwargs)
         if self.is_world_process_zero():  # what a killed run had not finished writing
             shutil.rmtree(self.folder / STAGE, ignore_errors=True)
         self.add_callback(LogFile(self.folder / LOG))
-        self.add_callback(_GradientGuard(self))
+        self.add_callback(_Guard(self))
 
     @property
     def folder(self) -> Path:
         """Folder of the run."""
         return Path(str(self.args.output_dir))
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator; with ``fsdp`` on CPUs too, for which Accelerate would use DDP unasked."""
+        super().create_accelerator_and_postprocess()
+        if not self.args.fsdp or self.accelerator.distributed_type != DistributedType.MULTI_CPU:
+            return
+        state: Any = self.accelerator.state
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**cast(Any, self.args.fsdp_plugin_args))
+        self.is_fsdp_enabled = True
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Build the optimiser from the connections' parameter groups."""
+        """Build the optimiser from the connections' parameter groups; shard the model first, if asked to."""
         if cast(Any, self.optimizer) is None:
+            model = cast(nn.Module, self.model) if model is None else model
+            if self.is_fsdp_enabled:
+                self._shard(model)
             self.optimizer = make_optimizer(
-                cast(nn.Module, self.model) if model is None else model,
+                model,
                 self.optimizer_kind,
                 learning_rate=self.args.learning_rate,
                 weight_decay=self.args.weight_decay,
                 betas=(self.args.adam_beta1, self.args.adam_beta2),
                 eps=self.args.adam_epsilon,
             )
+            self._grouped = [list(group["params"]) for group in self.optimizer.param_groups]
         return self.optimizer
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward; stop where the loss is not finite.
+    def _shard(self, model: nn.Module) -> None:
+        """Shard a tower our way; Accelerate takes a model that is sharded as it is."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        Raises:
-            NonFiniteError: it is not; the message names the step and the first place in the model.
+        towers = [module for module in model.modules() if isinstance(module, Tower)]
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        if not towers or plugin.fsdp_version != 2:
+            return
+        model.to(self.args.device)
+        dtype = torch.bfloat16 if self.args.bf16 else None
+        shard_tower(towers[0], param_dtype=dtype, reshard_after_forward=bool(plugin.reshard_after_forward))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the schedule, once the optimiser holds the parameters that it was made with.
+
+        Accelerate looks sharded parameters up by their address, which empty shards have in common.
         """
-        self._batch = inputs
+        if self.is_fsdp_enabled and self._grouped and isinstance(self._grouped[0][0], DTensor):
+            for group, parameters in zip(self.optimizer.param_groups, self._grouped, strict=True):
+                group["params"][:] = parameters
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # ---- what is not finite ----
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run forward and backward, and keep the batch until its update is made."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            self.stop_before_update(f"the loss of step {self.state.global_step + 1} is {loss.item()}")
+        self._micro_batches.append((inputs, loss))
         return loss
 
-    def stop_before_update(self, what: str) -> None:
-        """Save what was before the step that went wrong, and raise.
+    def check_finite(self) -> None:
+        """Stop before an update with a loss or a gradient that is not finite, on all processes together.
+
+        Gradients are left to a loss scaler where there is one.
 
         Raises:
-            NonFiniteError: always.
+            NonFiniteError: the message names the step and the first place in the model; the checkpoint of
+                the step before has been written.
         """
-        model = self.accelerator.unwrap_model(self.model)
-        assert self._batch is not None
-        site = first_non_finite(model, self._batch)
-        where = (
-            "run again on its own, its batch gives finite numbers only." if site is None else site.describe()
-        )
+        losses = torch.stack([loss for _, loss in self._micro_batches])
+        wrong = [~torch.isfinite(losses).all()]
+        if self.accelerator.scaler is None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
+            wrong.append(~torch.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        counts = cast(Tensor, self.accelerator.reduce(torch.stack(wrong).float(), "sum")).tolist()
+        if any(counts):
+            self._stop("loss" if counts[0] else "gradient")
+        self._micro_batches.clear()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(cast(nn.Module, self.model).parameters())
+
+    def _stop(self, what: str) -> None:
+        model = cast(nn.Module, self.accelerator.unwrap_model(self.model))
+        # Every process looks at as many batches: sharded parameters are gathered by all of them together.
+        sites = [first_non_finite(model, inputs) for inputs, _ in self._micro_batches]
+        told = [site.describe() for site in sites if site is not None]
+        told = gather_object(told) or [
+            "Run again on its own, the batch gives finite numbers: look at the loss scale and the batch size."
+        ]
         model.zero_grad()
-        if self.state.global_step and not (self.folder / f"checkpoint-{self.state.global_step}").exists():
-            self._save_checkpoint(cast(nn.Module, self.model), None)
-        kept, _ = last_whole(self.folder)
-        resume = f"{kept} holds the parameters from before." if kept else "No step was done before it."
+        saved = self._save_before()
         raise NonFiniteError(
-            f"Training stopped: {what}; {where} {resume} "
-            "Try a lower learning rate, more warm-up, or a wider stream dtype."
+            f"Training stopped: the {what} of step {self.state.global_step + 1} is not finite; {told[0]} "
+            f"{saved} Try a lower learning rate, a longer warm-up or a wider stream dtype, in another folder."
         )
 
-    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Evaluate; bits per byte beside the loss, which is nats per token."""
-        metrics = super().evaluate(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        loss = metrics.get(f"{metric_key_prefix}_loss")
-        if loss is not None and self.bytes_per_token:
-            bits = {f"{metric_key_prefix}_bits_per_byte": loss / math.log(2) / self.bytes_per_token}
-            metrics |= bits
-            self.log(dict(bits))
-        return metrics
+    def _save_before(self) -> str:
+        """Write the checkpoint of the last update, if it is not there; say where it is."""
+        step = self.state.global_step
+        if not step:
+            return "No update was made before it."
+        kept, _ = last_whole(self.folder)
+        if kept is None or step_of(kept) != step:
+            try:
+                self._save_checkpoint(cast(nn.Module, self.model), None)
+            except TrainingStoppedError as error:
+                return str(error)
+            kept = self.folder / f"checkpoint-{step}"
+        return f"{kept} holds the parameters from before it."
+
+    # ---- what is written ----
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; bits per byte beside a loss of the evaluation, which is nats per token."""
+        if self.bytes_per_token is not None and "eval_loss" in logs:
+            logs["eval_bits_per_byte"] = logs["eval_loss"] / math.log(2) / self.bytes_per_token
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model so that ``from_pretrained`` reads it, a sharded one gathered.
+
+        Raises:
+            TrainingStoppedError: the disk does not take it.
+        """
+        if _internal_call:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        folder = Path(output_dir) if output_dir is not None else self.folder
+        try:
+            if self.is_fsdp_enabled:
+                self._save(str(folder), state_dict=self._gathered())
+            else:
+                super().save_model(str(folder))
+            if self.args.should_save:
+                obey_umask(folder)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise TrainingStoppedError(
+                f"The model could not be written to {folder}: {error}. Make room and go on with --resume."
+            ) from error
+
+    def _gathered(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(cast(nn.Module, self.model), options=options)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with _no_bars():
+            super()._save(output_dir, state_dict)
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._stage) if self._stage is not None else super()._get_output_dir(trial)
@@ -134,10 +233,8 @@ class StreamTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(super()._get_output_dir(trial))
         step = self.state.global_step
-        limit, self.args.save_total_limit = (
-            self.args.save_total_limit,
-            None,
-        )  # ours are counted in their place
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None  # ours are counted in their place
         try:
             with staged(folder, step, writes=self.is_world_process_zero()) as self._stage:
                 super()._save_checkpoint(model, trial)
@@ -169,51 +266,28 @@ class StreamTrainer(Trainer):
                 self.state.save_to_json(str(written / "trainer_state.json"))
 
 
-class _GradientGuard(TrainerCallback):
-    """Stops before an update with a gradient that is not finite; a loss scaler looks for itself."""
+class _Guard(TrainerCallback):
+    """Looks at every update before it is made, and logs at every checkpoint.
+
+    The mean loss since the last log is not in a checkpoint; logged there, a resumed run's log is the same.
+    """
 
     def __init__(self, trainer: StreamTrainer):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer.accelerator.scaler is not None:
-            return
-        gradients = [p.grad for p in kwargs["model"].parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            self.trainer.stop_before_update(f"the gradient of step {state.global_step + 1} is not finite")
+        self.trainer.check_finite()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log |= control.should_save
 
 
-class LogFile(TrainerCallback):
-    """Writes what the Trainer logs to a JSONL file, a line a record with its ``step``.
-
-    A resumed run first drops the lines of steps that are done again.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the records up to the step from which the run goes on."""
-        if not state.is_world_process_zero:
-            return
-        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= state.global_step]
-        if state.global_step == 0:
-            kept = []
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(kept), "utf-8")
-        os.replace(temporary, self.path)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append one record."""
-        if state.is_world_process_zero and logs:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines of a file; the last one is dropped where a killed process left it torn."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+@contextlib.contextmanager
+def _no_bars() -> Generator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

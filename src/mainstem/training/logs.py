@@ -1,0 +1,121 @@
+"""What a run says: a JSONL file that a resumed run goes on with, and lines for people."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mainstem.errors import MissingExtraError
+from mainstem.training.checkpoints import TrainingStoppedError
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise MissingExtraError("Training", "transformers", "train") from error
+
+LOG = "log.jsonl"
+
+
+class LogFile(TrainerCallback):
+    """Writes what the Trainer logs to a JSONL file, a line a record with its ``step``.
+
+    A resumed run first drops the lines of steps that are done again, and the line that a kill left torn.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the records up to the step from which the run goes on.
+
+        Raises:
+            TrainingStoppedError: the file cannot be written.
+        """
+        if not state.is_world_process_zero:
+            return
+        lines = read_lines(self.path) if state.global_step else []
+        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        try:
+            temporary.write_text("".join(kept), "utf-8")
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise self._stopped(error) from error
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Append one record.
+
+        Raises:
+            TrainingStoppedError: the file cannot be written.
+        """
+        if not state.is_world_process_zero or not logs:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+        except OSError as error:
+            raise self._stopped(error) from error
+
+    def _stopped(self, error: OSError) -> TrainingStoppedError:
+        return TrainingStoppedError(
+            f"{self.path} cannot be written ({error.strerror or error}); go on with --resume when it can."
+        )
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the whole lines of a log file; the last one is dropped where a killed process left it torn."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+
+
+class Lines(TrainerCallback):
+    """Says how a run goes, a line a record, with the time left: for where no bar can be drawn."""
+
+    def __init__(self, tell: Callable[[str], None]):
+        self.tell = tell
+        self._first_step = 0
+        self._began = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._first_step, self._began = state.global_step, time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Say it."""
+        if not state.is_world_process_zero or not logs:
+            return
+        if (what := _in_words(logs)) is None:
+            return
+        done, left = state.global_step - self._first_step, state.max_steps - state.global_step
+        seconds = (time.monotonic() - self._began) * left / done if done else None
+        self.tell(f"step {state.global_step}/{state.max_steps}: {what}{_time_left(seconds)}")
+
+
+def _in_words(logs: Mapping[str, Any]) -> str | None:
+    if "loss" in logs:
+        parts = [f"loss {logs['loss']:.4f}"]
+        if "grad_norm" in logs:
+            parts.append(f"gradient norm {logs['grad_norm']:.3g}")
+        if "learning_rate" in logs:
+            parts.append(f"learning rate {logs['learning_rate']:.3g}")
+        return ", ".join(parts)
+    if "eval_loss" in logs:
+        bits = logs.get("eval_bits_per_byte")
+        return f"held-out loss {logs['eval_loss']:.4f}" + (
+            "" if bits is None else f", {bits:.4f} bits a byte"
+        )
+    return None
+
+
+def _time_left(seconds: float | None) -> str:
+    if not seconds:
+        return ""
+    minutes = seconds / 60
+    if minutes < 1:
+        return f", {seconds:.0f} s left"
+    return f", {minutes:.0f} min left" if minutes < 90 else f", {minutes / 60:.1f} h left"

@@ -1,0 +1,116 @@
+"""Runs of seconds, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import TrainerCallback
+
+from mainstem.training import TrainConfig, train
+
+GPL = str(Path(__file__).parents[1] / "data" / "gpl-3.0.txt")
+
+
+def tiny(connection: str = "pre_norm", *, depth: int = 2, trainer: Any = None, **changes: Any) -> TrainConfig:
+    """Two blocks of width 16 on bytes: eight steps, a checkpoint every second one."""
+    settings = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 64,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "eval_steps": 4,
+        "disable_tqdm": True,
+    }
+    options: dict[str, Any] = {
+        "width": 16,
+        "num_heads": 2,
+        "window": 16,
+        "tokenizer": "byte",
+        "text": GPL,
+        "held_out": 0.01,
+        "sample": None,
+    }
+    return TrainConfig(
+        depth=depth, connection=connection, trainer=settings | dict(trainer or {}), **{**options, **changes}
+    )
+
+
+def log_of(out: Path, *names: str) -> list[tuple[Any, ...]]:
+    """``(step, value of each name)`` of the records in the log that have the first name."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+    return [(r["step"], *(r[name] for name in names)) for r in records if names[0] in r]
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The parameters in a folder, by name."""
+    return load_file(folder / "model.safetensors")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same parameters, bit for bit."""
+    a, b = weights_of(one), weights_of(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class At(TrainerCallback):
+    """Calls ``action(model)`` at the end of a step."""
+
+    def __init__(self, step: int, action: Any):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.action(kwargs["model"])
+
+
+def killed(config: TrainConfig, out: Path, *, step: int, writing: str | None = None) -> int | None:
+    """Train in another process that is killed with SIGKILL, and return its exit code.
+
+    Args:
+        step: the kill comes after its update, before anything else; with ``writing``, while its checkpoint is
+            written.
+        writing: the file half of which is there when the kill comes.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tiny_runs", "mainstem.training.trainer", "mainstem.tower.hf"])
+    process = context.Process(
+        target=_run_to_death, args=(config, out, step, writing, torch.get_num_threads())
+    )
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _run_to_death(config: TrainConfig, out: Path, step: int, writing: str | None, threads: int) -> None:
+    torch.set_num_threads(threads)
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_while_writing(*_: Any) -> None:
+        torch.save = _half_of(writing or "", die)
+
+    action = die if writing is None else die_while_writing
+    train(config, out, callbacks=[At(step, action)])
+
+
+def _half_of(name: str, then: Any) -> Any:
+    save = torch.save
+
+    def write(obj: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        save(obj, path, *args, **kwargs)
+        if Path(path).name == name:
+            os.truncate(path, Path(path).stat().st_size // 2)
+            then()
+
+    return write
