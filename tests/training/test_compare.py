@@ -37,7 +37,7 @@ pages = importlib.import_module("mainstem.report.compare")
 plan = importlib.import_module("mainstem.training._compare_plan")
 callbacks = importlib.import_module("mainstem.training._compare_callbacks")
 statistics = importlib.import_module("mainstem.training._compare_statistics")
-launch = importlib.import_module("mainstem.training._compare_launch")
+results = importlib.import_module("mainstem.training._compare_cell")
 
 CompareConfig, compare = compared.CompareConfig, compared.compare
 
@@ -448,6 +448,24 @@ def test_time_left_takes_what_is_known_best() -> None:
     assert left([of["mhc-d40-s0"], of["pre_norm-d40-s0"]], taken, {}) == pytest.approx(200)
     taken[("mhc", 10)] = [100.0]
     assert left([of["mhc-d10-s1"], of["pre_norm-d10-s1"]], taken, {}) == pytest.approx(125)
+
+
+@pytest.mark.parametrize("stopped", [None, "Training stopped: the loss of step 3 is nan"])
+def test_a_result_is_read_from_the_log_as_far_as_it_goes(stopped: str | None, tmp_path: Path) -> None:
+    cell = CompareConfig(connections=("pre_norm",), depths=(2,), base=base()).cells()[0]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "train.json").write_text('{"data": {}}')
+    records = [{"step": 1, "loss": 5.5}, {"step": 2, "loss": math.nan}]
+    if stopped is None:
+        records += [{"step": 2, "eval_loss": 4.0}, {"step": 2, "eval_bits_per_byte": 5.8}]
+    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "steps.jsonl").write_text('{"seconds": 1}\n{"seconds": 4}\n{"seconds": 2}\n')
+    found = results._result(cell, tmp_path, callbacks.Clock(tmp_path / "steps.jsonl"), stopped)
+    assert (found["loss"], found["bits_per_byte"]) == ((None, None) if stopped else (4.0, 5.8))
+    assert (found["stopped"], found["start_loss"]) == (stopped, None)
+    assert found["train_curve"] == [(1, 5.5), (2, None)]
+    assert (found["steps"], found["tokens"]) == (3, 3 * 2 * 16)
+    assert (found["seconds_per_step"], found["train_seconds"]) == (2, 7)
 
 
 # ---- whole comparisons ---------------------------------------------------------------------------

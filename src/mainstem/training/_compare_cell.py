@@ -64,7 +64,7 @@ def run_cell(folder: Path) -> None:
 def _result(cell: Cell, folder: Path, clock: Clock, stopped: str | None) -> dict[str, Any]:
     log = [json.loads(line) for line in (folder / RUN / LOG).read_text("utf-8").splitlines()]
     held_out = _curve(log, "eval_loss")
-    loss, bits = held_out[-1][1], _curve(log, "eval_bits_per_byte")[-1][1]
+    loss, bits = (None, None) if stopped else (held_out[-1][1], _curve(log, "eval_bits_per_byte")[-1][1])
     if loss is None and stopped is None:
         stopped = "the loss of the held-out text is not finite"
     seconds = read_steps(folder / STEPS)
@@ -73,9 +73,9 @@ def _result(cell: Cell, folder: Path, clock: Clock, stopped: str | None) -> dict
     step *= cell.config.trainer.get("gradient_accumulation_steps", 1)
     return {
         "stopped": stopped,
-        "loss": None if stopped else loss,
-        "bits_per_byte": None if stopped else bits,
-        "start_loss": held_out[0][1],
+        "loss": loss,
+        "bits_per_byte": bits,
+        "start_loss": dict(held_out).get(0),
         "steps": len(seconds),
         "tokens": len(seconds) * step,
         "seconds_per_step": statistics.median(seconds) if seconds else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -102,10 +103,16 @@ def run_apart(folder: Path) -> int:
 @contextlib.contextmanager
 def _process(folder: Path) -> Generator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "mainstem.training._compare_cell", str(folder)]
+    # The Trainer would spread one process over all devices that it sees, and the cell's batch with it.
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     with (
         (folder / OUTPUT).open("ab") as output,
         subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": device},
         ) as process,
     ):
         yield process
