@@ -55,8 +55,8 @@ def test_hyper_connections_are_the_papers(dynamic: bool) -> None:
             for i in range(STREAMS):
                 normed = rms(streams[i], p["stream_norm.weight"])
                 for j in range(STREAMS + 1):
-                    mix[i, j] += p["mix_scale"] * torch.tanh(normed @ p["dynamic_mix"][j])
-                write[i] += p["write_scale"] * torch.tanh(normed @ p["dynamic_write"][0])
+                    mix[i, j] += p["mix_scale"][0] * torch.tanh(normed @ p["dynamic_mix"][j])
+                write[i] += p["write_scale"][0] * torch.tanh(normed @ p["dynamic_write"][0])
         read = torch.stack([mix[i, 0] * streams[i] for i in range(STREAMS)]).sum(0)
         update = branch(rms(read, p["norm.weight"]))
         return torch.stack(
@@ -132,8 +132,8 @@ def test_frac_connections_are_the_formula(dynamic: bool) -> None:
         if dynamic:
             for i in range(m):
                 for j in range(2 * m):
-                    mix[i, j] += p["mix_scale"] * torch.tanh(rms(parts[i]) @ p["dynamic_mix"][j])
-                write[i] += p["write_scale"] * torch.tanh(rms(parts[i]) @ p["dynamic_write"][0])
+                    mix[i, j] += p["mix_scale"][0] * torch.tanh(rms(parts[i]) @ p["dynamic_mix"][j])
+                write[i] += p["write_scale"][0] * torch.tanh(rms(parts[i]) @ p["dynamic_write"][0])
         read = torch.cat([torch.stack([mix[i, j] * parts[i] for i in range(m)]).sum(0) for j in range(m)])
         update = branch(rms(read, p["norm.weight"]))
         carried = [torch.stack([mix[i, m + j] * parts[i] for i in range(m)]).sum(0) for j in range(m)]

@@ -75,8 +75,8 @@ def test_hyper_connections(agree: Callable[..., None]) -> None:
             "beta": (theirs.static_beta.detach(), own["static_write"]),
             "alpha_fn": (theirs.dynamic_alpha_fn.detach().T, own["dynamic_mix"]),
             "beta_fn": (theirs.dynamic_beta_fn.detach()[None], own["dynamic_write"]),
-            "alpha_scale": (theirs.dynamic_alpha_scale.detach(), own["mix_scale"]),
-            "beta_scale": (theirs.dynamic_beta_scale.detach(), own["write_scale"]),
+            "alpha_scale": (theirs.dynamic_alpha_scale.detach()[None], own["mix_scale"]),
+            "beta_scale": (theirs.dynamic_beta_scale.detach()[None], own["write_scale"]),
         }
     )
     stream = some(2, 5, STREAMS, WIDTH).requires_grad_()
@@ -90,7 +90,8 @@ def test_hyper_connections(agree: Callable[..., None]) -> None:
     )
     gradients: Any = dict(mine.gradients)
     gradients["dynamic_alpha_fn"] = gradients["dynamic_alpha_fn"].T
-    gradients["dynamic_beta_fn"] = gradients["dynamic_beta_fn"][0]
+    for name in ("dynamic_beta_fn", "dynamic_alpha_scale", "dynamic_beta_scale"):
+        gradients[name] = gradients[name][0]
     read, add = theirs(in_batch(stream))
     weights = dict(theirs.named_parameters()) | dict(f.named_parameters())
     expected = side(out_of_batch(add(f(normed(read)))), stream, **weights)
@@ -119,7 +120,7 @@ def test_frac_connections_read_and_carry(agree: Callable[..., None]) -> None:
         {
             "alpha": (theirs.static_alpha.detach()[:, order], own["static_mix"]),
             "alpha_fn": (theirs.dynamic_alpha_fn.detach().T[order], own["dynamic_mix"]),
-            "alpha_scale": (theirs.dynamic_alpha_scale.detach(), own["mix_scale"]),
+            "alpha_scale": (theirs.dynamic_alpha_scale.detach()[None], own["mix_scale"]),
         }
     )
     x = some(2, 5, WIDTH).requires_grad_()
@@ -130,6 +131,7 @@ def test_frac_connections_read_and_carry(agree: Callable[..., None]) -> None:
     gradients: Any = dict(mine.gradients)
     back = torch.argsort(order)
     gradients["alpha"], gradients["alpha_fn"] = gradients["alpha"][:, back], gradients["alpha_fn"][back].T
+    gradients["alpha_scale"] = gradients["alpha_scale"][0]
     their_read, rest, _ = theirs.width_connection(x)
     weights = (theirs.static_alpha, theirs.dynamic_alpha_fn, theirs.dynamic_alpha_scale)
     expected = side([normed(their_read), rest], x, **dict(zip(names, weights, strict=True)))

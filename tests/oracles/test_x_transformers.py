@@ -82,10 +82,10 @@ def pairs_of(join: Connection, layer: Any, options: dict[str, Any]) -> dict[str,
 
 
 def as_ours(name: str, weight: Tensor) -> Tensor:
-    """Their dynamic matrices have the width first, and ours of the write has a row."""
+    """Their dynamic matrices have the width first; ours of the write has a row, and scales are vectors."""
     if name.endswith("dynamic_alpha_fn"):
         return weight.T
-    return weight[None] if name.endswith("dynamic_beta_fn") else weight
+    return weight[None] if name.endswith(("dynamic_beta_fn", "_scale")) else weight
 
 
 def as_theirs(name: str, gradient: Tensor | None) -> Tensor | None:
@@ -93,7 +93,7 @@ def as_theirs(name: str, gradient: Tensor | None) -> Tensor | None:
         return None
     if name.endswith("dynamic_alpha_fn"):
         return gradient.T
-    return gradient[0] if name.endswith("dynamic_beta_fn") else gradient
+    return gradient[0] if name.endswith(("dynamic_beta_fn", "_scale")) else gradient
 
 
 @pytest.mark.parametrize("name", CASES)

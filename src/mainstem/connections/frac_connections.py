@@ -21,7 +21,8 @@ from mainstem.connections._base import (
 )
 from mainstem.connections._norms import NormConfig
 from mainstem.connections._policy import coefficient_dtype
-from mainstem.connections._streams import carried_matrix, mix_streams, start_at_
+from mainstem.connections._stream_ops import mix_streams
+from mainstem.connections._streams import carried_matrix, start_at_
 from mainstem.connections.hyper_connections import dynamic_groups
 from mainstem.errors import ConfigError
 
@@ -57,8 +58,8 @@ class FracConnection(Connection):
         if dynamic:
             self.dynamic_mix = nn.Parameter(torch.empty(2 * num_fractions, width // num_fractions))
             self.dynamic_write = nn.Parameter(torch.empty(1, width // num_fractions))
-            self.mix_scale = nn.Parameter(torch.empty(()))
-            self.write_scale = nn.Parameter(torch.empty(()))
+            self.mix_scale = nn.Parameter(torch.empty(1))
+            self.write_scale = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

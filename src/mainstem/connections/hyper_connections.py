@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mainstem.connections._base import Connection, ParameterGroup, Properties
-from mainstem.connections._norms import NormConfig
+from mainstem.connections._norms import NormConfig, rms_gain
 from mainstem.connections._policy import coefficient_dtype
+from mainstem.connections._stream_ops import project_normed
 from mainstem.connections._streams import StreamsConnection, StreamsScheme, start_at_
 
 
@@ -48,8 +49,8 @@ class HyperConnection(StreamsConnection):
         if stream_norm is not None:
             self.dynamic_mix = nn.Parameter(torch.empty(num_streams + 1, width))
             self.dynamic_write = nn.Parameter(torch.empty(1, width))
-            self.mix_scale = nn.Parameter(torch.empty(()))
-            self.write_scale = nn.Parameter(torch.empty(()))
+            self.mix_scale = nn.Parameter(torch.empty(1))
+            self.write_scale = nn.Parameter(torch.empty(1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -73,12 +74,19 @@ class HyperConnection(StreamsConnection):
             mix = mix.expand(*stream.shape[:-2], *mix.shape)
             write = write.expand(*stream.shape[:-2], *write.shape)
         else:
-            normed = self.stream_norm(stream).to(dtype)
-            dynamic_mix = torch.tanh(F.linear(normed, self.dynamic_mix.to(dtype)))
-            dynamic_write = torch.tanh(F.linear(normed, self.dynamic_write.to(dtype))).squeeze(-1)
-            mix = mix + self.mix_scale.to(dtype) * dynamic_mix
-            write = write + self.write_scale.to(dtype) * dynamic_write
+            predicted = torch.tanh(self._logits(self.stream_norm, stream.to(dtype)))
+            mix = mix + self.mix_scale.to(dtype) * predicted[..., :-1]
+            write = write + self.write_scale.to(dtype) * predicted[..., -1]
         return mix[..., 0], write, mix[..., 1:].transpose(-1, -2)
+
+    def _logits(self, norm: nn.Module, stream: Tensor) -> Tensor:
+        """Return ``[batch, pos, n, n + 2]``: of the mix, and last of the write."""
+        dynamic = torch.cat([self.dynamic_mix, self.dynamic_write]).to(stream.dtype)
+        rms = rms_gain(norm)
+        if rms is None:
+            return F.linear(norm(stream), dynamic)
+        gain, eps = rms
+        return project_normed(stream, dynamic * gain.to(dynamic.dtype), eps)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Dynamic matrices are decayed, the rest is not (arXiv 2511.11238, section 3.3)."""
