@@ -101,8 +101,8 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> int:
-    """Return the bytes that ``run``'s forward keeps for backward: each memory once, parameters not."""
+def saved_bytes(forward: Callable[[], Any], module: torch.nn.Module) -> int:
+    """Return the bytes that a forward pass keeps for backward: each memory once, parameters not."""
     known = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
     kept: list[torch.Tensor] = []
 
@@ -114,7 +114,7 @@ def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run()
+        forward()
     return sum(t.untyped_storage().nbytes() for t in kept)
 
 

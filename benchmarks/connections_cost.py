@@ -10,6 +10,7 @@ ratio is that to them; pairs that the machine disturbed are run again.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -126,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     stacks, missing = build_stacks(arguments.families, options)
     x = torch.randn(arguments.sequences, arguments.tokens, arguments.width).requires_grad_()
     runs = {name: trains(stack, x) for name, stack in stacks.items()}
-    saved = {name: saved_bytes(run, stacks[name]) for name, run in runs.items()}
+    saved = {name: saved_bytes(functools.partial(stack, x), stack) for name, stack in stacks.items()}
     timings = pair(
         {name: run for name, run in runs.items() if name != BASE}, runs[BASE], arguments.repetitions
     )
