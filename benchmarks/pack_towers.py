@@ -116,7 +116,7 @@ def pack(name: str, run: Path, prepared: Any) -> None:
         loss=loss,
         bits=loss / math.log(2) / prepared.bytes_per_token,
         unigram=unigram_loss(prepared.train, [list(w) for w in windows], len(prepared.tokenizer)),
-        sample=write_sample(model, prepared.tokenizer, "The ").replace("\n", " "),
+        sample=write_sample(place, prepared.tokenizer, "The ").replace("\n", " "),
     )
     (place / "README.md").write_text(card, "utf-8")
     for path in place.iterdir():
