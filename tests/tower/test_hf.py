@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 pytest.importorskip("transformers")
 
 from families import make_model
+from policy_cases import CASES, make_tower
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
 
-from mainstem.connections import scheme_names
+from mainstem.connections import StreamModule, scheme_names
 from mainstem.errors import ConfigError, SourceError
 from mainstem.tower import Tower, TowerConfig
 from mainstem.tower.hf import MainstemConfig, MainstemForCausalLM
@@ -24,6 +25,7 @@ from mainstem.tower.pretrained import tower_from_transformers
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "width": 32, "num_blocks": 3, "num_heads": 4, "num_kv_heads": 2}
 each_connection = pytest.mark.parametrize("connection", scheme_names())
+each_case = pytest.mark.parametrize("case", CASES)
 
 
 def make_config(**options: Any) -> MainstemConfig:
@@ -48,24 +50,34 @@ def test_a_fresh_face_is_a_fresh_tower(connection: str) -> None:
     assert torch.equal(face(tokens()).logits, tower(tokens()))
 
 
-@each_connection
-@pytest.mark.parametrize("tied", [True, False])
+@each_case
+@pytest.mark.parametrize(("tied", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 @torch.no_grad()
-def test_saved_and_loaded_is_the_same_to_the_bit(connection: str, tied: bool, tmp_path: Path) -> None:
-    face = make_face(connection=connection, tied=tied)
-    for parameter in face.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
+def test_saved_and_loaded_is_the_same_to_the_bit(
+    case: str, tied: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Options, parameters, buffers, each in its dtype: under bf16 the stream's own stay fp32."""
+    face = MainstemForCausalLM.from_tower(make_tower(dtype, **CASES[case], tied=tied))
     face.save_pretrained(tmp_path)
     assert ("tower.head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
     config = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(config, MainstemConfig)
-    assert config.tower_config() == face.config.tower_config()
+    assert config.tower_config() == face.tower.config
+    assert config.tower_config().scheme() == face.tower.config.scheme()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert isinstance(loaded, MainstemForCausalLM)
+    state = loaded.tower.state_dict()
+    assert list(state) == list(face.tower.state_dict())
+    for name, value in face.tower.state_dict().items():
+        assert state[name].dtype == value.dtype, name
+        assert torch.equal(state[name], value), name
+    modules = zip(loaded.tower.modules(), face.tower.modules(), strict=True)
+    for mine, kept in ((a, b) for a, b in modules if isinstance(b, StreamModule)):
+        assert isinstance(mine, StreamModule)
+        assert (mine.stream_dtype, mine.branch_dtype) == (torch.float32, dtype)
+        assert (kept.stream_dtype, kept.branch_dtype) == (torch.float32, dtype)
     assert torch.equal(loaded(tokens()).logits, face(tokens()).logits)
     assert (loaded.tower.head.weight is loaded.tower.token_embedding.weight) is tied
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["tower"]["connection"] == connection
 
 
 @torch.no_grad()
@@ -86,13 +98,17 @@ def test_what_a_checkpoint_lacks_is_drawn_and_the_rest_is_kept(tmp_path: Path) -
     assert drawn == pytest.approx(0.02 / 16**0.5, rel=0.07)
 
 
-def test_a_checkpoint_without_a_buffer_is_refused(tmp_path: Path) -> None:
-    make_face(connection="deep_norm").save_pretrained(tmp_path)
+@each_connection
+def test_a_checkpoint_without_a_buffer_is_refused(connection: str, tmp_path: Path) -> None:
+    face = make_face(connection=connection)
+    names = [name for name, _ in face.named_buffers() if ".2." in name or "trunk" in name]
+    face.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    del weights["tower.blocks.2.connections.1.carry_scale"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SourceError, match=r"lacks 'tower.blocks.2.connections.1.carry_scale'"):
-        MainstemForCausalLM.from_pretrained(tmp_path)
+    for name in names:
+        rest = {key: value for key, value in weights.items() if key != name}
+        save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(SourceError, match=f"lacks '{name}'"):
+            MainstemForCausalLM.from_pretrained(tmp_path)
 
 
 @each_connection
@@ -108,17 +124,54 @@ def test_generate_is_greedy_decoding_with_or_without_cache(connection: str) -> N
         assert torch.equal(made, expected)
 
 
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+def refused(face: MainstemForCausalLM, feature: str) -> str | None:
+    return face.tower.config.scheme().refuses.get(feature)
+
+
+@each_case
 @torch.no_grad()
-def test_generate_with_padding_on_the_left() -> None:
-    face = make_face(positions="learned").double()
+def test_generate_with_padding_on_the_left(case: str) -> None:
+    face = MainstemForCausalLM.from_tower(make_tower(**({"positions": "learned"} | CASES[case])))
     short, long = tokens(batch=1, positions=7), tokens(seed=1, batch=1, positions=12)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :5] = 0
     batch = torch.cat((nn.functional.pad(short, (5, 0)), long))
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    made = face.generate(batch, attention_mask=mask, **options)
-    assert torch.equal(made[0, 5:], face.generate(short, **options)[0])
-    assert torch.equal(made[1], face.generate(long, **options)[0])
+    if reason := refused(face, "left_padding"):
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            face.generate(batch, attention_mask=mask, use_cache=False, **GREEDY)
+        return
+    alone = [face.generate(text, use_cache=False, **GREEDY)[0] for text in (short, long)]
+    for use_cache in (True, False):
+        made = face.generate(batch, attention_mask=mask, use_cache=use_cache, **GREEDY)
+        assert torch.equal(made[0, 5:], alone[0])
+        assert torch.equal(made[1], alone[1])
+
+
+@each_case
+@torch.no_grad()
+def test_beams_are_the_same_with_or_without_cache(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    face = MainstemForCausalLM.from_tower(make_tower(**CASES[case]))
+    options = GREEDY | {"num_beams": 2, "output_scores": True, "return_dict_in_generate": True}
+    expected = face.generate(tokens(), use_cache=False, **options)
+    if reason := refused(face, "kv_cache"):
+        with pytest.raises(ConfigError, match=re.escape(reason) + r" Pass .*use_cache=False"):
+            face.generate(tokens(), use_cache=True, **options)
+        return
+    moved: list[bool] = []
+    reorder = DynamicCache.reorder_cache
+
+    def watch(self: DynamicCache, beams: Tensor) -> None:
+        moved.append(not torch.equal(beams.cpu(), torch.arange(len(beams))))
+        reorder(self, beams)
+
+    monkeypatch.setattr(DynamicCache, "reorder_cache", watch)
+    made = face.generate(tokens(), use_cache=True, **options)
+    assert any(moved)  # beams have changed places, and their keys with them
+    assert torch.equal(made.sequences, expected.sequences)
+    torch.testing.assert_close(made.sequences_scores, expected.sequences_scores, rtol=1e-6, atol=1e-6)
 
 
 @torch.no_grad()
@@ -134,34 +187,11 @@ def test_a_dressed_pretrained_tower_generates_what_transformers_does() -> None:
     assert torch.equal(face.generate(tokens(), **options), model.generate(tokens(), **options))
 
 
-@torch.no_grad()
-def test_from_tower_keeps_the_module_and_saves_it(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+def test_from_tower_keeps_the_module() -> None:
     tower = Tower(TowerConfig(**SMALL)).eval()
-    for parameter in tower.parameters():
-        parameter.data += 0.01 * torch.randn_like(parameter)
-    face = MainstemForCausalLM.from_tower(tower.bfloat16())
+    face = MainstemForCausalLM.from_tower(tower)
     assert face.tower is tower
     assert not face.training
-    face.save_pretrained(tmp_path)
-    loaded = MainstemForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.bfloat16
-    for name, value in tower.state_dict().items():  # fp32 where the stream is, and not rounded on the way
-        assert loaded.tower.state_dict()[name].dtype == value.dtype, name
-        assert torch.equal(loaded.tower.state_dict()[name], value), name
-    assert torch.equal(loaded(tokens()).logits, tower(tokens()))
-
-
-@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
-def test_coefficients_are_loaded_in_fp32_where_all_else_is_bf16(tmp_path: Path, dtype: object) -> None:
-    config = TowerConfig(**SMALL, connection="deep_norm", stream_dtype=None)
-    MainstemForCausalLM.from_tower(Tower(config).bfloat16()).save_pretrained(tmp_path)
-    loaded = MainstemForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-    scales = [c.carry_scale for _, c, _ in loaded.tower.sublayers()]
-    assert {s.dtype for s in scales} == {torch.float32}
-    expected = torch.tensor(len(scales) ** 0.25, dtype=torch.float32)
-    assert all(torch.equal(s, expected) for s in scales)
 
 
 @torch.no_grad()
@@ -187,19 +217,59 @@ def test_a_cache_can_be_carried_by_either_name() -> None:
         torch.testing.assert_close(rest, whole[:, 8:], rtol=1e-12, atol=1e-12)
 
 
-def test_gradient_checkpointing_is_the_towers_own() -> None:
+def enable_checkpointing(face: MainstemForCausalLM, kwargs: dict[str, Any] | None) -> None:
+    # transformers 5.24 renamed the method.
+    enable = getattr(face, "activation_checkpointing_enable", face.gradient_checkpointing_enable)
+    enable(kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "mode"),
+    [
+        (None, "block"),
+        ({"use_reentrant": False}, "block"),
+        ({"mode": "selective"}, "selective"),
+        ({"mode": "selective", "use_reentrant": False}, "selective"),
+    ],
+)
+def test_gradient_checkpointing_is_the_towers_own(kwargs: dict[str, Any] | None, mode: str) -> None:
     face = make_face().train()
     gradients = []
     for enable in (False, True):
         if enable:
-            # transformers 5.24 renamed the method.
-            old = face.gradient_checkpointing_enable
-            getattr(face, "activation_checkpointing_enable", old)()
-            assert face.tower.gradient_checkpointing
+            enable_checkpointing(face, kwargs)
+            assert face.is_gradient_checkpointing
+            assert {block.checkpointing for block in face.tower.blocks} == {mode}
         face.zero_grad()
         face(tokens(), labels=tokens()).loss.backward()
         gradients.append([p.grad.clone() for p in face.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    getattr(face, "activation_checkpointing_disable", face.gradient_checkpointing_disable)()
+    assert not face.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"use_reentrant": True}, r"checkpoints with use_reentrant=False"),
+        ({"mode": "all"}, r"'all' is not known; choose 'none', 'block' or 'selective'"),
+        ({"determinism_check": "none"}, r"has no argument determinism_check; it takes mode"),
+    ],
+)
+def test_wrong_gradient_checkpointing_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        enable_checkpointing(make_face(), kwargs)
+
+
+def test_offloaded_checkpoints_are_refused_and_every_so_many_blocks_served() -> None:
+    face = make_face(num_blocks=4)
+    enable = getattr(face, "activation_checkpointing_enable", None)
+    if enable is None:  # before transformers 5.24 it did neither
+        return
+    enable(every_n_layers=2)
+    assert [block.checkpointing for block in face.tower.blocks] == ["block", "none"] * 2
+    with pytest.raises(ConfigError, match=r"does not offload .*; leave out offload=True"):
+        enable(offload=True)
 
 
 class Texts(torch.utils.data.Dataset):

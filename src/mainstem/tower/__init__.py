@@ -4,18 +4,22 @@ config = TowerConfig(vocab_size=50_000, width=256, num_blocks=96, num_heads=4, c
 logits = Tower(config)(token_ids)
 """
 
-from mainstem.tower._attention import Attention
+from mainstem.tower._attention import Attention, ValueMix
 from mainstem.tower._block import Block, ParallelBlock
 from mainstem.tower._cache import Cache, KVCache
+from mainstem.tower._checkpointing import Checkpointing
+from mainstem.tower._compile import compile_blocks
 from mainstem.tower._config import RopeConfig, TowerConfig
 from mainstem.tower._feed_forward import FeedForward
 from mainstem.tower._model import Tower
 from mainstem.tower._places import Place
+from mainstem.tower.parallel import shard_tower
 
 __all__ = [
     "Attention",
     "Block",
     "Cache",
+    "Checkpointing",
     "FeedForward",
     "KVCache",
     "ParallelBlock",
@@ -23,4 +27,7 @@ __all__ = [
     "RopeConfig",
     "Tower",
     "TowerConfig",
+    "ValueMix",
+    "compile_blocks",
+    "shard_tower",
 ]

@@ -11,6 +11,7 @@ from mainstem.errors import ConfigError
 
 BlockType = Literal["full", "sliding"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ValueResidual = Literal["none", "fixed", "learned", "shared"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,9 @@ class TowerConfig:
         connection_options: that scheme's options.
         stream_dtype: the least dtype the stream and the connections' parameters are kept in when the tower is
             cast to a lower one; None lets them follow (:class:`mainstem.connections.StreamModule`).
+        recompute_connections: in training, run the connections' reads and writes again in the backward pass
+            instead of keeping what they work out, a block at a time; branches run once
+            (`mainstem.connections.Scheme.build`).
         norm: every norm of the tower, QK-norms included.
         positions: rotary, a learned table, or none.
         max_positions: rows of the learned table; with rotary positions a note of the trained length.
@@ -96,6 +100,12 @@ class TowerConfig:
         parallel: attention and feed-forward read the same stream and write together (GPT-J).
         dropout: on the embedding and on what each branch returns.
         attn_dropout: on attention weights.
+        value_residual: what attention takes besides the block's own values from those of the first block,
+            ``"none"``; ``"fixed"`` or ``"learned"`` weights; or ``"shared"``: the first block's alone, and no
+            value matrix of its own (SVFormer). See :class:`mainstem.tower.ValueMix`.
+        value_residual_weights: of the first block's values and of the block's own, at the start;
+            ``(0.5, 0.5)`` as published, ``(0, 1)`` to start as a tower without.
+        value_residual_start: the lowest block that takes them.
         init_std: standard deviation of every matrix at the start, before the scheme's scales.
 
     Raises:
@@ -112,6 +122,7 @@ class TowerConfig:
     connection: str = "pre_norm"
     connection_options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     stream_dtype: Literal["float32"] | None = "float32"
+    recompute_connections: bool = False
     norm: NormConfig = dataclasses.field(default_factory=NormConfig)
     positions: Literal["rope", "learned", "none"] = "rope"
     max_positions: int = 2048
@@ -134,6 +145,9 @@ class TowerConfig:
     parallel: bool = False
     dropout: float = 0.0
     attn_dropout: float = 0.0
+    value_residual: ValueResidual = "none"
+    value_residual_weights: tuple[float, float] = (0.5, 0.5)
+    value_residual_start: int = 1
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -142,12 +156,19 @@ class TowerConfig:
         self._check_choices()
         self._check_numbers()
         self._check_windows()
-        refused = self.scheme().refuses
-        if self.parallel and "parallel_block" in refused:
-            raise ConfigError(
-                f"connection {self.connection!r} cannot join parallel blocks: {refused['parallel_block']} "
-                "Set parallel=False."
-            )
+        self._check_value_residual()
+        self.scheme()  # refuses a name or an option that is not known
+        if self.parallel:
+            self.check_served("parallel_block", "join parallel blocks", "Set parallel=False.")
+        if self.recompute_connections:
+            fix = "Set recompute_connections=False."
+            self.check_served("recompute", "compute its reads and writes again", fix)
+
+    def check_served(self, feature: str, action: str, fix: str) -> None:
+        """Raise a ConfigError if the connection refuses ``feature``: it cannot ``action``, so ``fix`` it."""
+        reason = self.scheme().refuses.get(feature)
+        if reason is not None:
+            raise ConfigError(f"connection {self.connection!r} cannot {action}: {reason} {fix}")
 
     def scheme(self) -> Scheme:
         """Return the connection scheme; one that counts blocks is told when they are parallel."""
@@ -168,6 +189,7 @@ class TowerConfig:
         return data | {
             "block_types": list(self.block_types),
             "connection_options": dict(self.connection_options),
+            "value_residual_weights": list(self.value_residual_weights),
         }
 
     @classmethod
@@ -213,6 +235,8 @@ class TowerConfig:
             "head_dim": self.head_dim or self.width // self.num_heads,
             "ffn_width": self.ffn_width or ffn_width,
             "block_types": tuple(self.block_types) or (block_type,) * self.num_blocks,
+            "value_residual_weights": tuple(self.value_residual_weights),
+            "connection_options": {k: _as_tuples(v) for k, v in self.connection_options.items()},
         }
         filled["attn_scale"] = self.attn_scale or filled["head_dim"] ** -0.5
         for name, value in filled.items():
@@ -223,6 +247,7 @@ class TowerConfig:
             "positions": ("rope", "learned", "none"),
             "qk_norm": ("none", "head", "full"),
             "activation": ("silu", "gelu", "gelu_tanh", "relu"),
+            "value_residual": ("none", "fixed", "learned", "shared"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -270,3 +295,27 @@ class TowerConfig:
             raise ConfigError(
                 "local_rope is for sliding blocks with rotary positions, of which there are none."
             )
+
+    def _check_value_residual(self) -> None:
+        weights, start = self.value_residual_weights, self.value_residual_start
+        if len(weights) != 2:
+            raise ConfigError(
+                f"value_residual_weights={weights} must be two numbers: of the first block's values and of "
+                "the block's own."
+            )
+        if start < 1:
+            raise ConfigError(f"value_residual_start={start!r} must be at least 1: block 0 has the values.")
+        if self.value_residual in ("none", "shared") and weights != (0.5, 0.5):
+            raise ConfigError(
+                f"value_residual_weights={weights} have no effect with value_residual "
+                f"{self.value_residual!r}; choose 'fixed' or 'learned'."
+            )
+        if self.value_residual == "none" and start != 1:
+            raise ConfigError(
+                f"value_residual_start={start} has no effect with value_residual 'none'; leave it out."
+            )
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, as tuples."""
+    return tuple(_as_tuples(v) for v in value) if isinstance(value, list | tuple) else value

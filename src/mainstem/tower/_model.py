@@ -7,12 +7,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from mainstem.connections import Connection, Stream, StreamModule, UnitOffsetRMSNorm
+from mainstem.connections import Connection, StreamModule, UnitOffsetRMSNorm
 from mainstem.errors import ConfigError
+from mainstem.tower._attention import ValueMix
 from mainstem.tower._block import Block, ParallelBlock
 from mainstem.tower._cache import Cache
+from mainstem.tower._checkpointing import Checkpointing
 from mainstem.tower._config import BlockType, TowerConfig
 from mainstem.tower._places import Place, make_mask, make_rotation, positions_from_mask
 
@@ -30,15 +31,13 @@ class Tower(nn.Module):
 
     Attributes:
         config: what it was built from.
-        gradient_checkpointing: in training, keep only the stream between blocks and run each block again in
-            the backward pass; dropout's random numbers are replayed.
     """
 
     def __init__(self, config: TowerConfig):
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False
         scheme = config.scheme()
+        self.passes_values = config.value_residual != "none"
         self.refuses_cache = scheme.refuses.get("kv_cache")
         self.refuses_left_padding = scheme.refuses.get("left_padding")
         self.trunk = scheme.build(
@@ -46,6 +45,7 @@ class Tower(nn.Module):
             num_sublayers=config.num_sublayers,
             norm=config.norm,
             stream_dtype=None if config.stream_dtype is None else getattr(torch, config.stream_dtype),
+            recompute=(1 if config.parallel else 2) if config.recompute_connections else 0,
         )
         connections = self.trunk.release_connections()
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
@@ -84,11 +84,7 @@ class Tower(nn.Module):
             ConfigError: more positions than a learned table has rows, a mask of another size, or a cache or
                 padding that the connection refuses.
         """
-        if cache is not None and self.refuses_cache is not None:
-            raise ConfigError(
-                f"connection {self.config.connection!r} cannot read token by token: {self.refuses_cache} "
-                "Pass cache=None (use_cache=False)."
-            )
+        self._check_cache(cache)
         self._match_dtypes()
         self._check_padding(attention_mask)
         num_past = 0 if cache is None else cache.get_seq_length()
@@ -96,8 +92,10 @@ class Tower(nn.Module):
         places = self.places(positions, attention_mask, num_past)
 
         stream = self.trunk.enter(self.embed(token_ids, positions))
+        first_values: Tensor | None = None
         for block, block_type in zip(self.blocks, self.config.block_types, strict=True):
-            stream = self._run(block, stream, places[block_type], cache)
+            passed = block(stream, places[block_type], cache, first_values)
+            stream, first_values = passed if self.passes_values else (passed, None)
         out = self.trunk.leave(stream, keep_last)
 
         logits = self.head(out)
@@ -148,6 +146,37 @@ class Tower(nn.Module):
             for connection, branches in cast(Block, block).sublayers():
                 yield index, connection, branches
 
+    def checkpoint_activations(self, mode: Checkpointing, *, every: int = 1) -> None:
+        """Choose what is kept for the backward pass in training; the rest is computed again.
+
+        The numbers are the same in every mode, dropout's included. A setting of this run: it is not part of
+        the config, nor of a checkpoint.
+
+        Args:
+            mode: ``"none"`` keeps all that autograd asks for; ``"block"`` only the stream between blocks, for
+                one more forward pass; ``"selective"`` also what matrix products and attention kernels have
+                made, so that only what is cheap runs again.
+            every: for every so many-th block; the others keep everything.
+
+        Raises:
+            ConfigError: there is no such mode, ``every`` is below 1, or the connection refuses.
+        """
+        if mode not in ("none", "block", "selective"):
+            raise ConfigError(
+                f"activation checkpointing {mode!r} is not known; choose 'none', 'block' or 'selective'."
+            )
+        if every < 1:
+            raise ConfigError(f"every={every!r} must be at least 1: a block in so many is checkpointed.")
+        if mode != "none":
+            self.config.check_served("activation_checkpointing", "be checkpointed", "Choose 'none'.")
+        for index, block in enumerate(self.blocks):
+            cast(Block, block).checkpointing = "none" if index % every else mode
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether any block is checkpointed, by the name under which ``transformers`` asks."""
+        return any(cast(Block, block).checkpointing != "none" for block in self.blocks)
+
     def tie_weights(self) -> None:
         """Make the head use the embedding's matrix, if the config says so; call it after assigning
         weights."""
@@ -184,7 +213,7 @@ class Tower(nn.Module):
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=config.init_std)
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm):
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | UnitOffsetRMSNorm | ValueMix):
             module.reset_parameters()
         elif name.startswith("trunk."):  # a learned way out of several streams
             getattr(module, "reset_parameters", lambda: None)()
@@ -195,12 +224,16 @@ class Tower(nn.Module):
         outer = (self.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1))
         return next((module for module in outer if isinstance(module, Connection)), None)
 
-    def _run(self, block: nn.Module, stream: Stream, place: Place, cache: Cache | None) -> Stream:
-        if self.gradient_checkpointing and self.training:
-            if cache is not None:
-                raise ConfigError("a cache cannot be filled under gradient checkpointing; pass cache=None.")
-            return cast(Stream, checkpoint(block, stream, place, use_reentrant=False))
-        return block(stream, place, cache)
+    def _check_cache(self, cache: Cache | None) -> None:
+        if cache is None:
+            return
+        if self.refuses_cache is not None:
+            raise ConfigError(
+                f"connection {self.config.connection!r} cannot read token by token: {self.refuses_cache} "
+                "Pass cache=None (use_cache=False)."
+            )
+        if self.training and self.gradient_checkpointing:
+            raise ConfigError("a cache cannot be filled under gradient checkpointing; pass cache=None.")
 
     def _check_padding(self, attention_mask: Tensor | None) -> None:
         if self.refuses_left_padding is None or attention_mask is None or bool(attention_mask[:, 0].all()):

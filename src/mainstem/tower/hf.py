@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mainstem.errors import ConfigError, MissingExtraError, SourceError
 from mainstem.tower._config import TowerConfig
@@ -176,6 +177,39 @@ class MainstemForCausalLM(PreTrainedModel, GenerationMixin):
             )
         output = CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
         return output.to_tuple() if return_dict is False else output
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Any = None,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Serve ``activation_checkpointing_enable`` and ``gradient_checkpointing_enable`` by the tower's own.
+
+        Their keyword arguments may be ``mode`` (:meth:`Tower.checkpoint_activations`; ``"block"`` when not
+        given) and ``use_reentrant=False``.
+
+        Raises:
+            ConfigError: another argument, reentrant checkpointing, or offloading.
+        """
+        if not enable:
+            self.tower.checkpoint_activations("none")
+            return
+        given = dict(getattr(gradient_checkpointing_func, "keywords", {}))
+        mode = given.pop("mode", "block")
+        if given.pop("use_reentrant", False):
+            raise ConfigError(
+                "a tower checkpoints with use_reentrant=False, which replays dropout and can be compiled; "
+                "pass {'use_reentrant': False}, or nothing."
+            )
+        if given:
+            raise ConfigError(
+                f"activation checkpointing of a tower has no argument {', '.join(sorted(given))}; "
+                "it takes mode='block' or mode='selective'."
+            )
+        if getattr(gradient_checkpointing_func, "func", checkpoint) is not checkpoint:
+            raise ConfigError("a tower does not offload checkpointed activations; leave out offload=True.")
+        self.tower.checkpoint_activations(mode, every=every_n_layers)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""

@@ -277,7 +277,8 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs compiled code."""
     if isinstance(module, Block) and module.compiled is not None:
         return True
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # pyright: ignore
+    of_torch = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # pyright: ignore
+    return of_torch or getattr(module, "compiled", None) is not None  # by mainstem.tower.compile_blocks
 
 
 def hides_insides(model: nn.Module) -> bool:
