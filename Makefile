@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table connections-cost stream-dtype claims bench hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table connections-cost stream-dtype claims bench bench-monitor hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ claims: $(VENV)/.dev $(VENV)/.weights  ## docs/claims.md: eight sentences of the
 
 bench: $(VENV)/.dev $(VENV)/.weights  ## what recording costs: time in interleaved rounds, memory against depth
 	@$(RUN) benchmarks.recording --pairs 20
+
+bench-monitor: $(VENV)/.dev  ## what StreamMonitor costs: bare, unrecorded and recorded steps in turns
+	@$(RUN) benchmarks.stream_monitor
 
 hooks: $(VENV)/.dev  ## run lint and types before each commit
 	@$(BIN)/pre-commit install

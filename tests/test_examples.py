@@ -50,6 +50,19 @@ def test_the_picture_is_drawn_from_an_audit(tmp_path: Path) -> None:
     assert "balance to 1e-07" in drawn
 
 
+@pytest.mark.slow
+def test_a_training_of_ones_own_is_watched(tmp_path: Path) -> None:
+    options = ["--steps", "4", "--depth", "3", "--every", "2"]
+    said = run(str(EXAMPLES / "monitor_a_training.py"), str(tmp_path), *options)
+    assert "3 records of 3 blocks; at step 4 the stream grows" in said
+    drawn = (tmp_path / "training.svg").read_text()
+    states, writes = 3 * (1 + 2 * 3), 3 * 2 * 3
+    updates = 3 * 3
+    frames = 1 + 4 + 4 * 20  # the ground, four grids, four scales
+    assert drawn.count("<rect") == 2 * states + writes + updates + frames
+    assert "3 blocks, steps 1 to 4, 1,024 tokens a step; all finite; books balance to the bit" in drawn
+
+
 def test_a_package_brings_schemes_by_entry_point(tmp_path: Path) -> None:
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()

@@ -10,6 +10,7 @@ import torch
 from benchmarks._harness import Timing, emit, interleave, pair, saved_bytes, summarize
 from benchmarks.connections_cost import build_stacks, page
 from benchmarks.recording import measure_memory_here, peak_bytes
+from benchmarks.stream_monitor import timings
 
 
 def test_contenders_take_turns() -> None:
@@ -110,3 +111,10 @@ def test_the_page_has_a_row_each() -> None:
     )
     assert "| mhc, recompute | 1.25 | 1.20 to 1.30 | 1.50 |" in made
     assert made.endswith("Left out, their packages missing: hyper-connections HC.\n")
+
+
+def test_the_monitor_is_timed_in_rounds_but_the_first() -> None:
+    found = timings({"bare": [9.0, 1.0, 2.0], "unrecorded": [9.0, 1.0, 2.0], "recorded": [9.0, 1.5, 4.0]})
+    assert found["bare"].ratios == (1.0, 1.0)
+    assert found["recorded"].seconds == (1.5, 4.0)
+    assert found["recorded"].ratios == (1.5, 2.0)

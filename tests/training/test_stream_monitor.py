@@ -570,3 +570,18 @@ def test_two_processes_record_what_one_does(tmp_path: Path) -> None:
     assert {(r["ranks"], r["passes"]) for r in two} == {(2, 2)}
     assert close(two[:1], one[:1])
     assert close(two, one, rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "attention_residuals"])
+def test_a_sharded_model_is_recorded_as_one(name: str, tmp_path: Path) -> None:
+    script = str(Path(__file__).with_name("sharded_loop.py"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command, folder in (([sys.executable], "one"), (launch, "two")):
+        done = subprocess.run(
+            [*command, script, str(tmp_path / folder), name], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (read_monitor(tmp_path / folder / "stream.jsonl") for folder in ("one", "two"))
+    assert {(r["ranks"], r["passes"]) for r in two} == {(2, 2)}
+    assert close(two, one, rel=1e-3)
