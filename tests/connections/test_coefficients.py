@@ -119,6 +119,39 @@ def test_the_watch_sees_a_narrow_coefficient() -> None:
     assert watch.narrow == [f"sigmoid of [1, {WIDTH}]", f"mul of [1, {WIDTH}]"]
 
 
+@pytest.mark.parametrize("stream_dtype", [None, torch.float32], ids=["follows", "fp32"])
+@each_case(CASES)
+def test_autocast_is_the_branches_alone(scheme: Scheme, stream_dtype: torch.dtype | None) -> None:
+    """Around branches that autocast does not touch, nothing changes to the bit; and theirs it still casts."""
+    torch.manual_seed(0)
+    trunk = scheme.build(width=WIDTH, num_sublayers=SUBLAYERS, stream_dtype=stream_dtype).eval()
+    for parameter in trunk.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    x, matrix = torch.randn(2, 6, WIDTH), nn.Linear(WIDTH, WIDTH)
+    cast: set[torch.dtype] = set()
+
+    def run(branch: Any) -> Tensor:
+        stream = trunk.enter(x)
+        for connection in trunk.connections:
+            stream = connection(stream, branch)
+        return trunk.leave(stream)
+
+    def narrow(read: Tensor) -> Tensor:
+        made = matrix(read)
+        cast.add(made.dtype)
+        return made
+
+    with torch.no_grad():
+        expected = run(torch.tanh)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, made = run(torch.tanh), run(narrow)
+            assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(found, expected)
+    assert cast == {torch.bfloat16}
+    assert made.dtype == torch.float32
+    assert made.isfinite().all()
+
+
 @each_case(BF16_CASES)
 def test_buffers_are_never_rounded(scheme: Scheme) -> None:
     """Cast, or built under a lower default dtype, they are to the bit what they are in an fp32 model."""

@@ -113,6 +113,10 @@ class ParameterGroup:
     weight_decay: bool = False
 
 
+def _first(stream: Stream) -> Tensor:
+    return stream if isinstance(stream, Tensor) else stream[0]
+
+
 class Connection(StreamModule, abc.ABC):
     """Joins one sublayer to the stream and owns that sublayer's norms.
 
@@ -162,11 +166,26 @@ class Connection(StreamModule, abc.ABC):
         """Run ``branch`` (any module ``[batch, pos, width]`` -> the same) inside this connection.
 
         The branch reads in its own dtype and what it returns is written in the stream's; see `StreamModule`.
+        Autocast is the branch's alone: coefficients and the stream are not cast.
         """
 
         def run(read: Tensor) -> Tensor:
             return self.stream_of(branch(self.branch_of(read), *args, **kwargs))
 
+        first = _first(stream)
+        kind = first.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._sublayer(stream, run)
+        dtype = torch.get_autocast_dtype(kind)
+
+        def run_cast(read: Tensor) -> Tensor:
+            with torch.autocast(kind, dtype=dtype):
+                return run(read).to(first.dtype)
+
+        with torch.autocast(kind, enabled=False):
+            return self._sublayer(stream, run_cast)
+
+    def _sublayer(self, stream: Stream, run: Callable[[Tensor], Tensor]) -> Stream:
         if self.recompute != "off" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return run_recomputed(self, self.recompute, stream, run)
         read, context = self.read(stream)
@@ -214,7 +233,8 @@ class Trunk(StreamModule):
             stream: after the last sublayer.
             keep_last: that many last positions only; 0 for all.
         """
-        return self.branch_of(self.final_norm(self.collapse(stream)[:, -keep_last:]))
+        with torch.autocast(_first(stream).device.type, enabled=False):
+            return self.branch_of(self.final_norm(self.collapse(stream)[:, -keep_last:]))
 
     def release_connections(self) -> list[Connection]:
         """Hand the connections over to a caller that registers each inside its own block.
