@@ -175,6 +175,7 @@ def test_compiled_is_eager_for_every_case(case: str, mode: str) -> None:
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("case", ["pre_norm", "hyper_connections"])
 @pytest.mark.parametrize("mode", ["none", "block", "selective"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_inductor_is_eager(case: str, mode: str) -> None:
     check_compiled(case, mode, "inductor")
 
