@@ -234,11 +234,11 @@ def test_a_run_ends_when_its_time_is_gone_and_is_looked_at_on_the_way(tmp_path: 
 
 
 def test_a_cell_whose_comparison_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = callbacks.StopWithParent()
-    watch.on_step_end(None, None, None)
-    monkeypatch.setattr(os, "getppid", lambda: watch.parent + 1)
+    watch = callbacks.StopWithParent(os.getppid())
+    watch.on_step_begin(None, None, None)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(SystemExit, match="gone"):
-        watch.on_step_end(None, None, None)
+        watch.on_step_begin(None, None, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot forget a peak")
@@ -471,6 +471,9 @@ def test_a_result_is_read_from_the_log_as_far_as_it_goes(stopped: str | None, tm
 # ---- whole comparisons ---------------------------------------------------------------------------
 
 
+STEPS = 300  # enough for a test to kill a run in their midst
+
+
 def losses(out: Path) -> dict[str, Any]:
     data = json.loads((out / "compare.json").read_text())
     return {cell["name"]: (cell["figures"]["loss"], cell["figures"]["train_curve"]) for cell in data["cells"]}
@@ -479,15 +482,25 @@ def losses(out: Path) -> dict[str, Any]:
 def flags(out: Path, *more: str) -> list[str]:
     options = ["--connections", "pre_norm,highway", "--depths", "2", "--width", "16", "--window", "16"]
     options += ["--tokenizer", "byte", "--text", runs.GPL, "--held-out", "0.01", "--out", str(out)]
-    options += ["--per_device_train_batch_size", "2", "--save_steps", "5", "--eval_steps", "20", *more]
+    options += ["--per_device_train_batch_size", "2", "--save_steps", "25", "--eval_steps", "150", *more]
     return [*options, "--logging_steps", "1"]
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two connections, two seeds, 40 steps, through the command."""
+    """Two connections, two seeds, through the command."""
     out = tmp_path_factory.mktemp("compare") / "unbroken"
-    command = [sys.executable, "-m", "mainstem", "compare", *flags(out), "--seeds", "2", "--max_steps", "40"]
+    command = [
+        sys.executable,
+        "-m",
+        "mainstem",
+        "compare",
+        *flags(out),
+        "--seeds",
+        "2",
+        "--max_steps",
+        str(STEPS),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "120"}
     )
@@ -505,9 +518,9 @@ def test_a_comparison_leaves_its_results(unbroken: Path) -> None:
         found = cell["figures"]
         assert cell["status"] == "finished"
         assert found["loss"] < found["start_loss"] < 1.05 * math.log(257)
-        assert (found["steps"], found["tokens"]) == (40, 40 * 2 * 16)
+        assert (found["steps"], found["tokens"]) == (STEPS, STEPS * 2 * 16)
         assert 0 < found["seconds_per_step"] < found["train_seconds"]
-        assert [step for step, _ in found["held_out_curve"]] == [0, 20, 40]
+        assert [step for step, _ in found["held_out_curve"]] == [0, 150, 300]
         assert 50e6 < found["memory_before"] <= found["peak_memory"] < 5e9
     by_seed = {(c["connection"], c["seed"]): c["figures"] for c in data["cells"]}
     for seed in (0, 1):
@@ -533,22 +546,32 @@ def test_finished_cells_are_read_and_other_settings_refused(
         return int(leaving.value.code or 0), *capsys.readouterr()
 
     before = losses(unbroken)
-    code, out, err = run("--seeds", "2", "--max_steps", "40", "--json")
+    code, out, err = run("--seeds", "2", "--max_steps", str(STEPS), "--json")
     assert (code, json.loads(out)["schema"]) == (0, "mainstem.compare/1")
     assert "4 of 4 cells are there already" in err
     assert losses(unbroken) == before
-    code, _, err = run("--seeds", "2", "--max_steps", "41")
-    assert (code, "max_steps=40, now it is 41" in err) == (1, True)
+    code, _, err = run("--seeds", "2", "--max_steps", "301")
+    assert (code, "max_steps=300, now it is 301" in err) == (1, True)
 
 
 @pytest.mark.slow
 def test_a_killed_comparison_goes_on_and_ends_with_the_same_numbers(unbroken: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "mainstem", "compare", *flags(out), "--seeds", "1", "--max_steps", "40"]
+    command = [
+        sys.executable,
+        "-m",
+        "mainstem",
+        "compare",
+        *flags(out),
+        "--seeds",
+        "1",
+        "--max_steps",
+        str(STEPS),
+    ]
     steps = out / "cells" / "highway-d2-s0" / "steps.jsonl"
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        wait_for(lambda: steps.exists() and steps.read_text().count("\n") >= 12)
+        wait_for(lambda: steps.exists() and steps.read_text().count("\n") >= 60)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -565,14 +588,24 @@ def test_a_killed_comparison_goes_on_and_ends_with_the_same_numbers(unbroken: Pa
     assert finished.stat().st_mtime_ns == read
     whole = losses(unbroken)
     assert losses(out) == {name: whole[name] for name in losses(out)}
-    assert len(callbacks.read_steps(steps)) == 40
+    assert len(callbacks.read_steps(steps)) == STEPS
 
 
 @pytest.mark.slow
 def test_through_a_launcher_the_numbers_are_the_same(unbroken: Path, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     out = tmp_path / "jobs"
-    command = [sys.executable, "-m", "mainstem", "compare", *flags(out), "--seeds", "1", "--max_steps", "40"]
+    command = [
+        sys.executable,
+        "-m",
+        "mainstem",
+        "compare",
+        *flags(out),
+        "--seeds",
+        "1",
+        "--max_steps",
+        str(STEPS),
+    ]
     done = subprocess.run([*command, "--launcher", "local"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     whole = losses(unbroken)

@@ -130,12 +130,16 @@ class EndByTime(TrainerCallback):
 
 
 class StopWithParent(TrainerCallback):
-    """Ends the process when the comparison that started it is gone; the next one resumes the cell."""
+    """Ends the process when the one that started it is gone; the next comparison resumes the cell.
 
-    def __init__(self) -> None:
-        self.parent = os.getppid()
+    Args:
+        parent: its process id, as it knows it: it may be gone before this process is so far as to ask.
+    """
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def __init__(self, parent: int):
+        self.parent = parent
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look."""
         if os.getppid() != self.parent:
             raise SystemExit("the comparison that started this cell is gone")

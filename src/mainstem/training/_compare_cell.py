@@ -1,4 +1,4 @@
-"""The process of one cell: ``python -m mainstem.training._compare_cell FOLDER``.
+"""The process of one cell: ``python -m mainstem.training._compare_cell FOLDER PARENT``.
 
 A process a cell: what one leaks or breaks, the next does not see, and its peak memory is its own.
 """
@@ -32,10 +32,14 @@ from mainstem.training.run import RECORD, train
 from mainstem.training.trainer import LOG
 
 
-def run_cell(folder: Path) -> None:
+def run_cell(folder: Path, parent: int) -> None:
     """Train the cell that ``folder / "cell.json"`` describes, from where it was left, and write its result.
 
     Waits while another process has the cell, and does nothing where it is finished.
+
+    Args:
+        folder: of the cell.
+        parent: id of the process that started this one.
 
     Raises:
         MainstemError: it cannot be trained. A loss that is not finite is no error but a result.
@@ -47,7 +51,7 @@ def run_cell(folder: Path) -> None:
         began = time.perf_counter()
         cell = Cell.from_dict(json.loads((folder / CELL).read_text("utf-8")))
         clock = Clock(folder / STEPS)
-        callbacks: list[Any] = [EqualStart(cell.seed), clock, StopWithParent()]
+        callbacks: list[Any] = [EqualStart(cell.seed), clock, StopWithParent(parent)]
         if cell.minutes is not None:
             callbacks.append(EndByTime(clock, 60 * cell.minutes))
         stopped: str | None = None
@@ -104,9 +108,9 @@ def _device() -> str:
 
 
 def main() -> None:
-    """Run the cell of the folder given."""
+    """Run the cell of the folder given, for the process given."""
     try:
-        run_cell(Path(sys.argv[1]))
+        run_cell(Path(sys.argv[1]), int(sys.argv[2]))
     except MainstemError as error:
         raise SystemExit(f"mainstem: {error}") from None
 

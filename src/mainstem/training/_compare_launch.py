@@ -102,7 +102,7 @@ def run_apart(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _process(folder: Path) -> Generator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "mainstem.training._compare_cell", str(folder)]
+    command = [sys.executable, "-m", "mainstem.training._compare_cell", str(folder), str(os.getpid())]
     # The Trainer would spread one process over all devices that it sees, and the cell's batch with it.
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     with (
