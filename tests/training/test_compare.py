@@ -179,16 +179,21 @@ def test_the_connections_keep_what_they_drew_and_the_generator_its_place() -> No
 
 def test_a_resumed_clock_keeps_the_steps_that_are_not_done_again(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
-    file.write_text("".join(f'{{"seconds": {n}}}\n' for n in range(1, 6)) + '{"seco')
+    file.write_text("".join(f'{{"seconds": {n}, "cpu_seconds": 0}}\n' for n in range(1, 6)) + '{"seco')
     clock = callbacks.Clock(file)
     model = nn.Linear(3, 2)
     clock.on_train_begin(None, SimpleNamespace(global_step=4), None, model=model)
     clock.on_step_begin(None, None, None)
-    time.sleep(0.02)
+    time.sleep(0.2)
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
     clock.on_step_end(None, None, None)
-    assert clock.seconds[:4] == [1, 2, 3, 4]
-    assert 0.02 <= clock.seconds[4] < 2
-    assert callbacks.read_steps(file) == pytest.approx(clock.seconds, abs=1e-6)
+    assert clock.steps[:4] == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert 0.05 <= clock.steps[4].cpu_seconds < 0.15
+    assert 0.25 <= clock.steps[4].seconds < 5
+    assert clock.seconds == pytest.approx(10 + clock.steps[4].seconds)
+    assert np.allclose(callbacks.read_steps(file), clock.steps, atol=1e-6)
     assert clock.num_parameters == 8
 
 
@@ -220,7 +225,7 @@ def test_a_run_ends_when_its_time_is_gone_and_is_looked_at_on_the_way(tmp_path: 
         end.on_step_begin(None, None, control, optimizer=optimizer)
         rates.append(optimizer.param_groups[0]["lr"])
         assert optimizer.param_groups[1]["lr"] == pytest.approx(rates[-1] / 3)
-        clock.seconds.append(0.5)
+        clock.steps.append(callbacks.StepTime(0.5, 0.1))
         end.on_step_end(None, None, control)
         if control.should_evaluate and control.should_save:
             looked.append(step)
@@ -321,6 +326,7 @@ def figures(loss: float | None, **changes: Any) -> dict[str, Any]:
         "steps": 10,
         "tokens": 320,
         "seconds_per_step": 0.5,
+        "cpu_seconds_per_step": 0.25,
         "train_seconds": 5.0,
         "num_parameters": 1234,
         "peak_memory": 400_000_000,
@@ -377,13 +383,22 @@ def test_diverged_and_failed_runs_are_counted_and_leave_the_mean(made: tuple[Any
     }
 
 
+def test_cells_that_wait_have_not_failed(made: tuple[Any, Path]) -> None:
+    result, out = made
+    config = CompareConfig(connections=tuple(result.settings["connections"]), depths=(24,), base=base())
+    now = compared.read_comparison(config, out, ["deep_norm-d24-s2"])
+    assert [(c.name, c.says) for c in now.cells if c.status == "waiting"] == [("deep_norm-d24-s2", None)]
+    assert sum(one.failed for one in now.spreads) == 0
+    assert {row[0]: row[2] for row, _ in pages.table_rows(now, 24)}["deep_norm"] == "2/3"
+
+
 def test_the_table_the_page_and_the_csv_say_the_same(made: tuple[Any, Path]) -> None:
     result, out = made
     rows = {row[0]: (row, verdict) for row, verdict in pages.table_rows(result, 24)}
     assert rows["rezero"][0][1:4] == ["2.5103 ± 0.0105", "3/3", "0"]
     assert rows["post_norm"][0][1:4] == ["3.0000", "1/3", "2"]
     assert rows["pre_norm"][0][6] == "baseline"
-    assert rows["rezero"][0][7:] == ["0.5", "400", "1,234"]
+    assert rows["rezero"][0][7:] == ["0.5", "0.25", "400", "1,234"]
     files = pages.write_comparison(result, out)
     page = (out / "compare.md").read_text()
     assert all("| " + " | ".join(row) + " |" in page for row, _ in rows.values())
@@ -459,13 +474,15 @@ def test_a_result_is_read_from_the_log_as_far_as_it_goes(stopped: str | None, tm
     if stopped is None:
         records += [{"step": 2, "eval_loss": 4.0}, {"step": 2, "eval_bits_per_byte": 5.8}]
     (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (tmp_path / "steps.jsonl").write_text('{"seconds": 1}\n{"seconds": 4}\n{"seconds": 2}\n')
+    (tmp_path / "steps.jsonl").write_text(
+        "".join(f'{{"seconds": {n}, "cpu_seconds": {n / 8}}}\n' for n in (1, 4, 2))
+    )
     found = results._result(cell, tmp_path, callbacks.Clock(tmp_path / "steps.jsonl"), stopped)
     assert (found["loss"], found["bits_per_byte"]) == ((None, None) if stopped else (4.0, 5.8))
     assert (found["stopped"], found["start_loss"]) == (stopped, None)
     assert found["train_curve"] == [(1, 5.5), (2, None)]
     assert (found["steps"], found["tokens"]) == (3, 3 * 2 * 16)
-    assert (found["seconds_per_step"], found["train_seconds"]) == (2, 7)
+    assert (found["seconds_per_step"], found["cpu_seconds_per_step"], found["train_seconds"]) == (2, 0.25, 7)
 
 
 # ---- whole comparisons ---------------------------------------------------------------------------
@@ -520,6 +537,7 @@ def test_a_comparison_leaves_its_results(unbroken: Path) -> None:
         assert found["loss"] < found["start_loss"] < 1.05 * math.log(257)
         assert (found["steps"], found["tokens"]) == (STEPS, STEPS * 2 * 16)
         assert 0 < found["seconds_per_step"] < found["train_seconds"]
+        assert 0 < found["cpu_seconds_per_step"] < found["train_seconds"]
         assert [step for step, _ in found["held_out_curve"]] == [0, 150, 300]
         assert 50e6 < found["memory_before"] <= found["peak_memory"] < 5e9
     by_seed = {(c["connection"], c["seed"]): c["figures"] for c in data["cells"]}
@@ -653,9 +671,9 @@ def test_equal_time_trains_for_that_time(tmp_path: Path) -> None:
     )
     result = compare(config, tmp_path)
     found = result.cells[0].figures
-    seconds = callbacks.read_steps(tmp_path / "cells" / "pre_norm-d2-s0" / "steps.jsonl")
-    assert sum(seconds[:-1]) < 60 * minutes <= found["train_seconds"]
-    assert found["steps"] == len(seconds) > 5
+    steps = callbacks.read_steps(tmp_path / "cells" / "pre_norm-d2-s0" / "steps.jsonl")
+    assert sum(step.seconds for step in steps[:-1]) < 60 * minutes <= found["train_seconds"]
+    assert found["steps"] == len(steps) > 5
     assert found["loss"] < found["start_loss"]
     log = [
         json.loads(line)

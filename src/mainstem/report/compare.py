@@ -21,16 +21,8 @@ from mainstem.sources import require
 from mainstem.training.compare import LEVEL, CellResult, Comparison, Cost, Paired, Spread
 
 HEADS = (
-    "connection",
-    "held-out loss",
-    "seeds",
-    "diverged",
-    "against baseline",
-    "p",
-    "",
-    "s a step",
-    "MB",
-    "parameters",
+    *("connection", "held-out loss", "seeds", "diverged", "against baseline", "p", ""),
+    *("s a step", "CPU s", "MB", "parameters"),
 )
 LEFT = {"connection", ""}
 _STYLES = {"lower": "green", "higher": "red"}
@@ -61,11 +53,15 @@ def table_rows(result: Comparison, depth: int) -> list[tuple[list[str], str]]:
     """Return the cells under `HEADS` of each connection at one depth, and the verdict on it."""
     pairs = {pair.connection: pair for pair in result.pairs if pair.depth == depth}
     rows: list[tuple[list[str], str]] = []
+    seeds = len(result.settings["seeds"])
     for one, cost in zip(result.spreads, result.costs, strict=True):
         if one.depth == depth:
             pair = pairs.get(one.connection)
             rows.append(
-                ([*_loss_cells(one), *_pair_cells(pair), *_cost_cells(cost)], pair.verdict if pair else "")
+                (
+                    [*_loss_cells(one, seeds), *_pair_cells(pair), *_cost_cells(cost)],
+                    pair.verdict if pair else "",
+                )
             )
     return rows
 
@@ -91,7 +87,7 @@ def notes(result: Comparison) -> list[str]:
             f"{min(widths):.3g} and {max(widths):.3g}, by the spread of each; 'no difference' says no more. "
             f"{len(widths)} tests at {LEVEL}: up to {by_chance:.0%} chance of a false call among them."
         )
-    says += [f"{cell.name} {cell.status}: {cell.says}" for cell in result.cells if cell.status != "finished"]
+    says += [f"{cell.name} {cell.status}: {cell.says}" for cell in result.cells if cell.says is not None]
     return says
 
 
@@ -116,8 +112,16 @@ def comparison_to_csv(result: Comparison) -> str:
     """Return one row a cell."""
     out = io.StringIO()
     numbers = (
-        *("loss", "bits_per_byte", "start_loss", "steps", "tokens", "seconds_per_step", "train_seconds"),
-        *("peak_memory", "memory_before", "num_parameters"),
+        *(
+            "loss",
+            "bits_per_byte",
+            "start_loss",
+            "steps",
+            "tokens",
+            "seconds_per_step",
+            "cpu_seconds_per_step",
+        ),
+        *("train_seconds", "peak_memory", "memory_before", "num_parameters"),
     )
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["connection", "depth", "seed", "status", *numbers])
@@ -150,8 +154,9 @@ def comparison_to_markdown(result: Comparison, pictures: Sequence[str] = ()) -> 
         f"- Alike in all cells: `{json.dumps(alike | base['trainer'], ensure_ascii=False)}`.",
         f"- Seeds {', '.join(map(str, settings['seeds']))}.",
         f"- On: `{json.dumps(result.provenance(), ensure_ascii=False)}`.",
-        "- Seconds a step: the median, of forward, backward and update. MB: the most that a cell's process "
-        "held in training, Python and libraries included; on CUDA, the most allocated on the device.",
+        "- Seconds a step: the median, of forward, backward and update; CPU s: the same of the time that the "
+        "process's cores worked. MB: the most that a cell's process held in training, Python and libraries "
+        "included; on CUDA, the most allocated on the device.",
     ]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
@@ -226,12 +231,11 @@ def _can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _loss_cells(one: Spread) -> list[str]:
-    total = len(one.losses) + one.diverged + one.failed
+def _loss_cells(one: Spread, seeds: int) -> list[str]:
     loss = "-" if one.mean is None else f"{one.mean:.4f}"
     if one.std is not None:
         loss += f" ± {one.std:.4f}"
-    return [one.connection, loss, f"{len(one.losses)}/{total}", str(one.diverged)]
+    return [one.connection, loss, f"{len(one.losses)}/{seeds}", str(one.diverged)]
 
 
 def _pair_cells(pair: Paired | None) -> list[str]:
@@ -245,8 +249,14 @@ def _pair_cells(pair: Paired | None) -> list[str]:
 
 def _cost_cells(cost: Cost | None) -> list[str]:
     if cost is None:
-        return ["-", "-", "-"]
-    return [f"{cost.seconds_per_step:.3g}", f"{cost.peak_memory / 1e6:,.0f}", f"{cost.num_parameters:,}"]
+        return ["-", "-", "-", "-"]
+    cores = "-" if cost.cpu_seconds_per_step is None else f"{cost.cpu_seconds_per_step:.3g}"
+    return [
+        f"{cost.seconds_per_step:.3g}",
+        cores,
+        f"{cost.peak_memory / 1e6:,.0f}",
+        f"{cost.num_parameters:,}",
+    ]
 
 
 def _lines(axis: Any, cells: Sequence[CellResult], colour: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from mainstem.connections import Connection
 from mainstem.errors import MissingExtraError
 from mainstem.tower import Tower
-from mainstem.training._compare_files import read_steps, step_line
+from mainstem.training._compare_files import StepTime, read_steps, step_line
 
 try:
     from transformers import TrainerCallback
@@ -63,38 +63,46 @@ class Clock(TrainerCallback):
     A step is forward, backward and update; not evaluation, checkpoints, or the start of the process.
 
     Attributes:
-        seconds: of each step, those of the process before a resume included.
+        steps: what each took, those of the process before a resume included.
         num_parameters: of the model.
         memory_before: bytes in use when training began, on the device.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.seconds: list[float] = []
+        self.steps: list[StepTime] = []
         self.num_parameters = 0
         self.memory_before = 0
-        self._began = 0.0
+        self._began = StepTime(0.0, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps so far."""
+        return sum(step.seconds for step in self.steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take up the steps that are not done again."""
         self.num_parameters = count_parameters(kwargs["model"])
-        self.seconds = read_steps(self.path)[: state.global_step]
+        self.steps = read_steps(self.path)[: state.global_step]
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(map(step_line, self.seconds)), "utf-8")
+        temporary.write_text("".join(map(step_line, self.steps)), "utf-8")
         os.replace(temporary, self.path)
         self.memory_before = start_memory_watch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start."""
-        self._began = time.perf_counter()
+        self._began = _now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self._began)
+        now = _now()
+        self.steps.append(
+            StepTime(now.seconds - self._began.seconds, now.cpu_seconds - self._began.cpu_seconds)
+        )
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(step_line(self.seconds[-1]))
+            file.write(step_line(self.steps[-1]))
 
 
 class EndByTime(TrainerCallback):
@@ -115,13 +123,13 @@ class EndByTime(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the learning rate."""
-        factor = rate_at(sum(self.clock.seconds) / self.budget)
+        factor = rate_at(self.clock.seconds / self.budget)
         for group in kwargs["optimizer"].param_groups:
             group["lr"] = group["initial_lr"] * factor
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Evaluate and save at equal parts of the time; stop at its end."""
-        gone = sum(self.clock.seconds) / self.budget
+        gone = self.clock.seconds / self.budget
         part = int(PARTS * gone)
         if part > self._part and gone < 1:
             control.should_evaluate = control.should_save = True
@@ -143,6 +151,10 @@ class StopWithParent(TrainerCallback):
         """Look."""
         if os.getppid() != self.parent:
             raise SystemExit("the comparison that started this cell is gone")
+
+
+def _now() -> StepTime:
+    return StepTime(time.perf_counter(), time.process_time())
 
 
 def rate_at(share: float) -> float:

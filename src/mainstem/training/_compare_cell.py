@@ -71,18 +71,20 @@ def _result(cell: Cell, folder: Path, clock: Clock, stopped: str | None) -> dict
     loss, bits = (None, None) if stopped else (held_out[-1][1], _curve(log, "eval_bits_per_byte")[-1][1])
     if loss is None and stopped is None:
         stopped = "the loss of the held-out text is not finite"
-    seconds = read_steps(folder / STEPS)
+    steps = read_steps(folder / STEPS)
+    seconds = [step.seconds for step in steps]
     record = json.loads((folder / RUN / RECORD).read_text("utf-8"))
-    step = cell.config.trainer["per_device_train_batch_size"] * cell.config.window
-    step *= cell.config.trainer.get("gradient_accumulation_steps", 1)
+    per_step = cell.config.trainer["per_device_train_batch_size"] * cell.config.window
+    per_step *= cell.config.trainer.get("gradient_accumulation_steps", 1)
     return {
         "stopped": stopped,
         "loss": loss,
         "bits_per_byte": bits,
         "start_loss": dict(held_out).get(0),
         "steps": len(seconds),
-        "tokens": len(seconds) * step,
+        "tokens": len(seconds) * per_step,
         "seconds_per_step": statistics.median(seconds) if seconds else None,
+        "cpu_seconds_per_step": statistics.median(step.cpu_seconds for step in steps) if steps else None,
         "train_seconds": sum(seconds),
         "num_parameters": clock.num_parameters,
         "peak_memory": peak_memory(),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mainstem.errors import MainstemError
 
 CELL, RESULT, RUN, STEPS = "cell.json", "result.json", "run", "steps.jsonl"
-"""What is to be trained; what it came to; the folder of the run; the seconds of each step."""
+"""What is to be trained; what it came to; the folder of the run; what each step took."""
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -27,14 +27,21 @@ def write_json(path: Path, data: Any) -> None:
         raise MainstemError(f"{path} cannot be written ({error.strerror or error}).") from error
 
 
-def read_steps(path: Path) -> list[float]:
-    """Return the seconds of each step; a last line that is torn is dropped, and no file is no step."""
+class StepTime(NamedTuple):
+    """What one step took: by the wall clock, and of this process's cores together."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def read_steps(path: Path) -> list[StepTime]:
+    """Return what each step took; a last line that is torn is dropped, and no file is no step."""
     if not path.exists():
         return []
     lines = path.read_text("utf-8").splitlines(keepends=True)
-    return [json.loads(line)["seconds"] for line in lines if line.endswith("}\n")]
+    return [StepTime(**json.loads(line)) for line in lines if line.endswith("}\n")]
 
 
-def step_line(seconds: float) -> str:
+def step_line(step: StepTime) -> str:
     """Return the line of one step."""
-    return json.dumps({"seconds": round(seconds, 6)}) + "\n"
+    return json.dumps({name: round(value, 6) for name, value in step._asdict().items()}) + "\n"

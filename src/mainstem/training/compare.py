@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ FILE = "compare.json"
 SAY_EVERY = 30.0
 """Seconds between two lines of progress."""
 
-Status = Literal["finished", "diverged", "failed"]
+Status = Literal["finished", "diverged", "failed", "waiting"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class CellResult:
 
     Attributes:
         status: ``"finished"``; ``"diverged"``: a loss or gradient was not finite, or the held-out loss ended
-            above the one it began with; ``"failed"``: there is no result.
+            above the one it began with; ``"failed"``: there is no result; ``"waiting"``: there is none yet.
         says: why it diverged or failed.
         figures: what its process wrote down; empty where it failed.
         config: of its run, with all that followed from the depth.
@@ -68,12 +68,15 @@ class Cost:
     """What a connection costs at one depth.
 
     Attributes:
-        seconds_per_step: median over its seeds of each one's median.
+        seconds_per_step: median over its seeds of each one's median, by the wall clock.
+        cpu_seconds_per_step: the same of the time that the process's cores worked, which another load on the
+            machine changes far less. On CUDA it is what launching the work takes.
         peak_memory: bytes, the most of its seeds: of a process on a CPU, of the device on CUDA.
         num_parameters: that are trained.
     """
 
     seconds_per_step: float
+    cpu_seconds_per_step: float | None
     peak_memory: int
     num_parameters: int
 
@@ -175,9 +178,9 @@ def compare(
     return result
 
 
-def read_comparison(config: CompareConfig, out: Path) -> Comparison:
-    """Compare the cells that are there; those without a result count as failed."""
-    cells = [_read_cell(cell, _folder(out, cell)) for cell in config.cells()]
+def read_comparison(config: CompareConfig, out: Path, waiting: Collection[str] = ()) -> Comparison:
+    """Compare the cells that are there; those without a result count as failed, or wait if they are named."""
+    cells = [_read_cell(cell, _folder(out, cell), cell.name in waiting) for cell in config.cells()]
     spreads: list[Spread] = []
     costs: list[Cost | None] = []
     pairs: list[Paired] = []
@@ -254,7 +257,8 @@ def _run(
             result = _read_cell(cell, _folder(out, cell))
             tell(f"{len(cells) - len(waiting)}/{len(cells)} {cell.name}: {_outcome(result)}{left}")
         if ended:
-            write_json(out / FILE, read_comparison(config, out).to_dict())
+            now = read_comparison(config, out, [cell.name for cell in waiting])
+            write_json(out / FILE, now.to_dict())
             said = time.monotonic()
         elif time.monotonic() - said > SAY_EVERY:
             under_way = "; ".join(f"{name} {share:.0%}" for name, share in _shares(waiting, out).items())
@@ -281,13 +285,13 @@ def _shares(waiting: Sequence[Cell], out: Path) -> dict[str, float]:
     """How far each cell is that has taken a step."""
     found: dict[str, float] = {}
     for cell in waiting:
-        seconds = read_steps(_folder(out, cell) / STEPS)
-        if not seconds:
+        steps = read_steps(_folder(out, cell) / STEPS)
+        if not steps:
             continue
         if cell.minutes is not None:
-            found[cell.name] = min(1.0, sum(seconds) / (60 * cell.minutes))
-        elif steps := cell.config.trainer.get("max_steps"):
-            found[cell.name] = min(1.0, len(seconds) / steps)
+            found[cell.name] = min(1.0, sum(step.seconds for step in steps) / (60 * cell.minutes))
+        elif most := cell.config.trainer.get("max_steps"):
+            found[cell.name] = min(1.0, len(steps) / most)
     return found
 
 
@@ -319,11 +323,13 @@ def _figures(folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text("utf-8")) if file.exists() else {}
 
 
-def _read_cell(cell: Cell, folder: Path) -> CellResult:
+def _read_cell(cell: Cell, folder: Path, waits: bool = False) -> CellResult:
     figures = _figures(folder)
     status: Status = "finished"
     says: str | None = None
-    if not figures:
+    if not figures and waits:
+        status = "waiting"
+    elif not figures:
         status, says = "failed", _last_line(folder / OUTPUT)
     elif figures["stopped"] is not None:
         status, says = "diverged", figures["stopped"]
@@ -353,8 +359,10 @@ def _cost(group: Sequence[CellResult]) -> Cost | None:
     ]
     if not figures:
         return None
+    of_cores = [one["cpu_seconds_per_step"] for one in figures if one["cpu_seconds_per_step"] is not None]
     return Cost(
         seconds_per_step=statistics.median(one["seconds_per_step"] for one in figures),
+        cpu_seconds_per_step=statistics.median(of_cores) if of_cores else None,
         peak_memory=max(one["peak_memory"] for one in figures),
         num_parameters=figures[0]["num_parameters"],
     )
