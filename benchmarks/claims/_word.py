@@ -76,8 +76,7 @@ def word(trained: Towers, plain: Tensor) -> Claim:
     """Claim 1. *Kept* holds where, with residuals, a probe reads at the top at least half of the words
     that it reads at
     the bottom; *destroyed*, where without them it reads no more than twice what guessing the commonest
-    does; each at
-    initialisation and trained."""
+    does; each at initialisation and trained."""
     majority = Counter(plain[:, 1:].flatten().tolist()).most_common(1)[0][1] / plain[:, 1:].numel()
     rows: list[list[str | float]] = []
     kept: dict[str, bool] = {}
@@ -127,12 +126,11 @@ def word(trained: Towers, plain: Tensor) -> Claim:
         verdict=verdict,
         condition=" and ".join(conditions),
         finding=(
-            "At the top a probe reads "
-            + ", ".join(f"{row[4]} of the words ({row[0]}, {row[1]})" for row in rows if "96 blocks" in str(row[1]))
-            + f"; guessing the commonest gives {majority:.3f}. With residuals the embedding is carried whole (its row "
-            "in the ledger has its full size) and not at all without: what is left of a word there went "
-            "through "
-            "every branch. Carried is not the same as easy to read: what the branches write lies on top of "
+            "Share of words that a probe reads at the top: "
+            + ", ".join(f"{row[4]} ({row[0]}, {row[1]})" for row in rows if "96 blocks" in str(row[1]))
+            + f"; guessing the commonest gives {majority:.3f}. With residuals the embedding is carried whole (its "
+            "row in the ledger has its full size) and not at all without: what is left of a word there went "
+            "through every branch. Carried is not the same as easy to read: what the branches write lies on top of "
             "it."
         ),
         tables=[
