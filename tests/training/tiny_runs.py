@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import TrainerCallback
 
 from mainstem.training import TrainConfig, train
 
+PRELOAD = ["tiny_runs", "mainstem.training.trainer", "mainstem.tower.hf", "datasets"]
 GPL = str(Path(__file__).parents[1] / "data" / "gpl-3.0.txt")
 
 
@@ -82,7 +84,7 @@ def killed(config: TrainConfig, out: Path, *, step: int, writing: str | None = N
         writing: the file half of which is there when the kill comes.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny_runs", "mainstem.training.trainer", "mainstem.tower.hf"])
+    context.set_forkserver_preload(PRELOAD)
     process = context.Process(
         target=_run_to_death, args=(config, out, step, writing, torch.get_num_threads())
     )
@@ -102,6 +104,39 @@ def _run_to_death(config: TrainConfig, out: Path, step: int, writing: str | None
 
     action = die if writing is None else die_while_writing
     train(config, out, callbacks=[At(step, action)])
+
+
+def together(num: int, function: Any, *args: Any) -> list[int | None]:
+    """Call ``function(*args)`` in ``num`` processes that find each other as under torchrun; their exit codes.
+
+    Processes of a server that has imported everything: they begin at once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_member, args=(rank, num, port, function, args)) for rank in range(num)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _member(rank: int, num: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num),
+        "LOCAL_WORLD_SIZE": str(num),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    function(*args)
 
 
 def _half_of(name: str, then: Any) -> Any:

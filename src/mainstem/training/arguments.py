@@ -32,6 +32,8 @@ def trainer_arguments(flags: Sequence[str]) -> dict[str, Any]:
 
     parser.error = refuse
     given, unknown = parser.parse_known_args(list(flags))
+    if unknown and not unknown[0].startswith("-"):
+        refuse(f"{unknown[0]!r} stands behind options; if it is the name of a recipe, put it first.")
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]}?" if near else "; see `mainstem train --help`."

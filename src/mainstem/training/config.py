@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mainstem.connections import DepthScaled, make_scheme
 from mainstem.errors import ConfigError
 from mainstem.tower import TowerConfig
 
@@ -76,14 +77,19 @@ class TrainConfig:
         """Return the config with everything filled in that follows from depth and width.
 
         Per-device batch: 8 windows at width 64, growing with width. Learning rate: see
-        :data:`BASE_LEARNING_RATE`. Steps: :data:`TOKENS_A_PARAMETER` times the parameters inside the blocks.
+        :data:`BASE_LEARNING_RATE`; a ``depth_scaled`` connection scales it with depth itself, and gets that
+        of its base depth. Steps: :data:`TOKENS_A_PARAMETER` times the parameters inside the blocks.
+
+        Raises:
+            ConfigError: there is no such connection, or it has no such option.
         """
+        scheme = make_scheme(self.connection, **self.connection_options)
+        scales_itself = isinstance(scheme, DepthScaled) and scheme.rule != "gpt2"
+        depth = max(1, scheme.base_num_sublayers // 2) if scales_itself else self.depth
         width = self.width or 64 * math.ceil(self.depth / BLOCKS_A_WIDTH)
         trainer = dict(self.trainer)
         trainer.setdefault("per_device_train_batch_size", max(1, width // 8))
-        trainer.setdefault(
-            "learning_rate", _rounded(BASE_LEARNING_RATE * (24 * 64 / self.depth / width) ** 0.5)
-        )
+        trainer.setdefault("learning_rate", _rounded(BASE_LEARNING_RATE * (24 * 64 / depth / width) ** 0.5))
         if "max_steps" not in trainer and "num_train_epochs" not in trainer:
             step = trainer["per_device_train_batch_size"] * self.window
             step *= trainer.get("gradient_accumulation_steps", 1)

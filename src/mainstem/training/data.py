@@ -199,7 +199,7 @@ def _no_bars(datasets: Any) -> Generator[None]:
 
 
 def _split(num_windows: int, held_out: float) -> tuple[list[int], list[int]]:
-    period = max(2, round(1 / held_out))
+    period = max(1, min(round(1 / held_out), num_windows))
     run = max(1, min(_RUN, num_windows // (4 * period)))
     kept = [index for index in range(num_windows) if index // run % period == period // 2]
     return sorted(set(range(num_windows)) - set(kept)), kept

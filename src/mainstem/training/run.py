@@ -168,9 +168,9 @@ def training_arguments(config: TrainConfig, out: Path) -> Any:
         "ddp_find_unused_parameters": False,
     }
     if given.get("fsdp"):
-        sharding = {"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["Block"]}
         own = given.get("fsdp_config")
-        given["fsdp_config"] = own if isinstance(own, str) else sharding | dict(own or {})
+        if not isinstance(own, str):
+            given["fsdp_config"] = {"state_dict_type": "SHARDED_STATE_DICT"} | dict(own or {})
     if "lr_scheduler_kwargs" not in given and given.get("lr_scheduler_type", "cosine") == "cosine":
         defaults["lr_scheduler_type"] = "cosine_with_min_lr"
         defaults["lr_scheduler_kwargs"] = {"min_lr_rate": 0.1}

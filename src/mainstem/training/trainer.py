@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -117,6 +118,7 @@ class StreamTrainer(Trainer):
         dtype = torch.bfloat16 if self.args.bf16 else None
         shard_tower(towers[0], param_dtype=dtype, reshard_after_forward=bool(plugin.reshard_after_forward))
         fully_shard(model, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        plugin.auto_wrap_policy = None  # there is nothing left to wrap, and sharded classes have other names
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the schedule, once the optimiser holds the parameters that it was made with.
@@ -127,6 +129,20 @@ class StreamTrainer(Trainer):
             for group, parameters in zip(self.optimizer.param_groups, self._grouped, strict=True):
                 group["params"][:] = parameters
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the mean loss of a batch, and hand the Trainer that of each window where it asks for it.
+
+        The Trainer counts a batch's mean once a row, rows included that fill up the last batch when several
+        processes share the text; the mean over windows is the same for any number of processes.
+        """
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = model(**inputs).logits[:, :-1].float()
+        losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none").mean(-1)
+        self.gather_function = lambda _: self.accelerator.gather_for_metrics(losses)
+        return losses.mean(), None, None
 
     # ---- what is not finite ----
 
@@ -220,8 +236,15 @@ class StreamTrainer(Trainer):
     def _gathered(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+        model = cast(nn.Module, self.model)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(cast(nn.Module, self.model), options=options)
+        gathered = get_model_state_dict(model, options=options)
+        seen: set[int] = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if id(parameter) in seen:  # tied: gathered, nothing shows it any more
+                gathered.pop(name, None)
+            seen.add(id(parameter))
+        return gathered
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         with _no_bars():
