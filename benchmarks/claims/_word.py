@@ -129,9 +129,9 @@ def word(trained: Towers, plain: Tensor) -> Claim:
             "Share of words that a probe reads at the top: "
             + ", ".join(f"{row[4]} ({row[0]}, {row[1]})" for row in rows if "96 blocks" in str(row[1]))
             + f"; guessing the commonest gives {majority:.3f}. With residuals the embedding is carried "
-            "whole (its row in the ledger has its full size) and not at all without: what is left of a word "
-            "there went through every branch. Carried is not the same as easy to read: what the branches write "
-            "lies on top of it."
+            "whole (its row in the ledger has its full size) and not at all without: what is left of a "
+            "word there went through every branch. Carried is not the same as easy to read: what the "
+            "branches write lies on top of it."
         ),
         tables=[
             Table(
