@@ -84,8 +84,9 @@ class TrainConfig:
             ConfigError: there is no such connection, or it has no such option.
         """
         scheme = make_scheme(self.connection, **self.connection_options)
-        scales_itself = isinstance(scheme, DepthScaled) and scheme.rule != "gpt2"
-        depth = max(1, scheme.base_num_sublayers // 2) if scales_itself else self.depth
+        depth = self.depth
+        if isinstance(scheme, DepthScaled) and scheme.rule != "gpt2":
+            depth = max(1, scheme.base_num_sublayers // 2)
         width = self.width or 64 * math.ceil(self.depth / BLOCKS_A_WIDTH)
         trainer = dict(self.trainer)
         trainer.setdefault("per_device_train_batch_size", max(1, width // 8))

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,7 @@ def training_arguments(config: TrainConfig, out: Path) -> Any:
         "report_to": "none",
         "use_cpu": not torch.cuda.is_available(),
         "bf16": torch.cuda.is_available(),
+        "disable_tqdm": not sys.stderr.isatty(),
         "seed": 0,
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,

@@ -141,7 +141,11 @@ class StreamTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = model(**inputs).logits[:, :-1].float()
         losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none").mean(-1)
-        self.gather_function = lambda _: self.accelerator.gather_for_metrics(losses)
+
+        def gather(_: Tensor) -> Any:
+            return self.accelerator.gather_for_metrics(losses)
+
+        self.gather_function = gather
         return losses.mean(), None, None
 
     # ---- what is not finite ----
