@@ -306,6 +306,7 @@ def train(
     from mainstem.training import recipe as named
     from mainstem.training import train as run
     from mainstem.training.arguments import options, trainer_arguments
+    from mainstem.training.checkpoints import checkpoints
     from mainstem.training.config import TrainConfig
 
     flags = list(context.args)
@@ -331,15 +332,21 @@ def train(
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     config = dataclasses.replace(config, **changes, trainer={**config.trainer, **trainer_arguments(flags)})
     folder = out or Path(f"train-{config.connection}-{config.depth}")
-    with _stdout_kept_clean():
-        result = run(
-            config, folder, resume=resume, tell=lambda line: print(line, file=sys.stderr, flush=True)
-        )
+    try:
+        with _stdout_kept_clean():
+            result = run(
+                config, folder, resume=resume, tell=lambda line: print(line, file=sys.stderr, flush=True)
+            )
+    except KeyboardInterrupt:
+        last = checkpoints(folder)[-1:]
+        where = f"goes on from {last[0].name}" if last else "starts from the beginning"
+        raise _Interrupted(f"interrupted; the same command with --resume {where}.") from None
     if int(os.environ.get("RANK", "0")):
         return
     with _output():
+        speed = result.tokens_per_second
         print(
-            f"{result.steps} steps, {result.tokens_per_second:,.0f} tokens a second\n"
+            f"{result.steps} steps{'' if speed is None else f', {speed:,.0f} tokens a second'}\n"
             f"held-out loss {result.eval_loss:.3f} nats a token, {result.bits_per_byte:.3f} bits a byte"
         )
         if result.sample is not None:
@@ -481,6 +488,14 @@ def map_as_dict(stream_map: StreamMap) -> dict[str, Any]:
     }
 
 
+class _Interrupted(SystemExit):
+    """Ctrl-C, with a sentence of its own."""
+
+    def __init__(self, says: str):
+        super().__init__(INTERRUPTED)
+        self.says = says
+
+
 @contextmanager
 def _stdout_kept_clean() -> Generator[None]:
     """Send to standard error whatever a library or a model's own code prints while we work."""
@@ -542,7 +557,10 @@ def main() -> None:
         raise SystemExit(1) from None
     except SystemExit as leaving:
         if leaving.code == INTERRUPTED:  # typer turns Ctrl-C into this, and says nothing
-            print("mainstem: interrupted; no file is half written.", file=sys.stderr)
+            says = (
+                leaving.says if isinstance(leaving, _Interrupted) else "interrupted; no file is half written."
+            )
+            print(f"mainstem: {says}", file=sys.stderr)
         raise
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         _drop_stdout()
