@@ -113,9 +113,7 @@ def together(num: int, function: Any, *args: Any) -> list[int | None]:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=_member, args=(rank, num, port, function, args)) for rank in range(num)
     ]
@@ -124,6 +122,13 @@ def together(num: int, function: Any, *args: Any) -> list[int | None]:
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _member(rank: int, num: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
