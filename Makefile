@@ -96,10 +96,10 @@ fast: $(VENV)/.dev  ## the fast tests alone
 	@OMP_NUM_THREADS=1 $(RUN) pytest -n auto -m "not slow and not oracle" --durations=5
 
 test-slow: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder  ## the tests that need real weights or minutes
-	@$(RUN) pytest -m "slow and not oracle" --durations=5
+	@OMP_NUM_THREADS=1 $(RUN) pytest -n auto --dist loadfile -m "slow and not oracle" --durations=5
 
 test-oracle: $(VENV)/.oracle $(VENV)/.weights $(VENV)/.encoder $(CHECKED)  ## compare with other packages
-	@$(ON_CHECKED) -m pytest -m oracle
+	@OMP_NUM_THREADS=1 $(ON_CHECKED) -m pytest -n auto --dist loadfile -m oracle --durations=5
 
 oracles-report: $(VENV)/.oracle  ## docs/oracles.md: what was compared with whom, and the errors
 	@$(BIN)/python tests/oracles/oracles_report.py docs/oracles.md

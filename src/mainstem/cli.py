@@ -292,6 +292,10 @@ def train(
     compile_blocks: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Compile each block; on for CUDA.")
     ] = None,
+    monitor: Annotated[
+        int | None,
+        typer.Option(help="Steps between records of the stream; 0: none.", show_default="50", metavar="N"),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the run.", show_default="train-CONNECTION-DEPTH", metavar="DIR"),
@@ -328,6 +332,7 @@ def train(
         "optimizer": optimizer,
         "streaming": streaming,
         "compile": compile_blocks,
+        "monitor": monitor,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     config = dataclasses.replace(config, **changes, trainer={**config.trainer, **trainer_arguments(flags)})

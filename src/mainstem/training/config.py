@@ -39,6 +39,7 @@ class TrainConfig:
         held_out: share of the text that is kept for evaluation, spread over it in runs of windows.
         optimizer: ``"adamw"``, or ``"muon"`` for the matrices inside the blocks and AdamW for the rest.
         compile: compile each block; None: on CUDA only.
+        monitor: steps from one record of :class:`StreamMonitor` to the next, in ``stream.jsonl``; 0 for none.
         sample: what the finished model is asked to go on from; None for no sample.
         trainer: arguments of :class:`transformers.TrainingArguments`. ``max_steps``, ``learning_rate`` and
             ``per_device_train_batch_size`` follow from depth and width when absent.
@@ -57,6 +58,7 @@ class TrainConfig:
     held_out: float = 0.05
     optimizer: Optimizer = "adamw"
     compile: bool | None = None
+    monitor: int = 50
     sample: str | None = "The "
     trainer: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 

@@ -186,10 +186,11 @@ def training_arguments(config: TrainConfig, out: Path) -> Any:
 def _trainer(
     config: TrainConfig, arguments: Any, prepared: TrainingText, tell: Tell, callbacks: Sequence[Any]
 ) -> Any:
-    from transformers import PrinterCallback
+    from transformers import PrinterCallback, ProgressCallback
 
     from mainstem.tower.hf import MainstemForCausalLM
-    from mainstem.training.logs import Lines
+    from mainstem.training.logs import Bar, Lines
+    from mainstem.training.monitor import StreamMonitor
     from mainstem.training.trainer import StreamTrainer
 
     tokenizer = prepared.tokenizer
@@ -215,11 +216,12 @@ def _trainer(
         )
     except MainstemError:
         raise
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RuntimeError) as error:  # the last is a logger that is not installed
         raise ConfigError(f"the Trainer refuses its arguments: {error}") from error
-    if arguments.disable_tqdm:
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(Lines(tell))
+    if config.monitor:
+        StreamMonitor(every=config.monitor).attach(trainer)
+    trainer.remove_callback(PrinterCallback if arguments.disable_tqdm else ProgressCallback)
+    trainer.add_callback(Lines(tell) if arguments.disable_tqdm else Bar())
     return trainer
 
 
@@ -404,7 +406,7 @@ def _what_counts(record: dict[str, Any]) -> dict[str, Any]:
     """Settings that a resumed run must share, by name."""
     config = dict(record["config"])
     trainer = {name: value for name, value in config.pop("trainer").items() if not HARMLESS.fullmatch(name)}
-    for name in ("sample", "compile"):
+    for name in ("sample", "compile", "monitor"):
         config.pop(name, None)
     return {**config, **trainer, **record["data"], "windows a step": record["windows_a_step"]}
 
