@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from mainstem.errors import MissingExtraError
 from mainstem.training.checkpoints import TrainingStoppedError
 
 try:
-    from transformers import TrainerCallback
+    from transformers import ProgressCallback, TrainerCallback
 except ImportError as error:
     raise MissingExtraError("Training", "transformers", "train") from error
 
@@ -94,6 +95,16 @@ class Lines(TrainerCallback):
         done, left = state.global_step - self._first_step, state.max_steps - state.global_step
         seconds = (time.monotonic() - self._began) * left / done if done else None
         self.tell(f"step {state.global_step}/{state.max_steps}: {what}{_time_left(seconds)}")
+
+
+class Bar(ProgressCallback):
+    """The Trainer's bar, with its time left, and each record in words above it; for a terminal."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Say it."""
+        bar: Any = self.training_bar
+        if bar is not None and state.is_world_process_zero and (what := _in_words(logs or {})) is not None:
+            bar.write(f"step {state.global_step}: {what}", file=sys.stderr)
 
 
 def _in_words(logs: Mapping[str, Any]) -> str | None:
