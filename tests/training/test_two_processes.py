@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 from tiny_runs import At, free_port, log_of, tiny, together, weights_of
 
+from mainstem.errors import ConfigError
 from mainstem.training import TrainConfig, train
 from mainstem.training.checkpoints import NonFiniteError, checkpoints
 
@@ -80,6 +81,8 @@ def test_fsdp_equals_one_process(connection: str, optimizer: Any, alone: Any, tm
     sharded = tmp_path / "two" / "checkpoint-20"
     assert (sharded / "pytorch_model_fsdp_0" / ".metadata").is_file()
     assert len(list((sharded / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
+    with pytest.raises(ConfigError, match="checkpoint-20 is sharded: go on with --fsdp"):
+        train(run_of(connection, 1, optimizer=optimizer), tmp_path / "two", resume=True)
 
 
 @pytest.mark.parametrize("connection", SCHEMES)

@@ -235,19 +235,19 @@ def _run(
     trainer: Any, checkpoint: Path | None, config: TrainConfig, prepared: TrainingText, out: Path
 ) -> TrainResult:
     speed: float | None = None
-    if checkpoint is not None and _is_last(checkpoint):
-        _take_up(trainer, checkpoint)
-    else:
-        try:
+    try:
+        if checkpoint is not None and _is_last(checkpoint):
+            _take_up(trainer, checkpoint)
+        else:
             finished = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        except ValueError as error:
-            if "only supported when using PyTorch FSDP" not in str(error):
-                raise
-            raise ConfigError(
-                f"{checkpoint} is sharded: go on with --fsdp, under torchrun or accelerate launch with any "
-                "number of processes, one too."
-            ) from error
-        speed = finished.metrics["train_samples_per_second"] * config.window
+            speed = finished.metrics["train_samples_per_second"] * config.window
+    except ValueError as error:
+        if "only supported when using PyTorch FSDP" not in str(error):
+            raise
+        raise ConfigError(
+            f"{checkpoint} is sharded: go on with --fsdp, under torchrun or accelerate launch with any "
+            "number of processes, one too."
+        ) from error
     metrics = _held_out(trainer)
     trainer.save_model()
     sample = None
