@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ RECOMPUTE = ", recompute"
 
 HEADER = """# What a residual connection costs
 
-Made by `make connections-cost`; do not edit. {versions}; {threads} threads.
+Made by `make connections-cost`; do not edit. {versions}; {threads} threads{clock}.
 
 Time of forward and backward, and bytes kept for the backward pass (each memory once, parameters not),
 relative to plain Pre-LN: {blocks} blocks, width {width}, {heads} heads, {sequences} x {tokens} tokens, fp32,
@@ -87,7 +88,8 @@ def page(result: dict[str, Any]) -> str:
     """Return the page that the result makes."""
     packages = versions("torch", "transformers") | result["peers"]
     made_with = ", ".join(f"{name} {version}" for name, version in packages.items() if version != "absent")
-    lines = [HEADER.format(versions=made_with, **result["setting"], **result["base"])]
+    clock = " (CPU time)" if result["setting"]["threads"] == 1 else ""
+    lines = [HEADER.format(versions=made_with, clock=clock, **result["setting"], **result["base"])]
     for name, row in result["results"].items():
         spread = f"{row['ratio_q1']:.2f} to {row['ratio_q3']:.2f}"
         lines.append(f"| {name} | {row['ratio']:.2f} | {spread} | {row['saved']:.2f} |")
@@ -129,7 +131,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     runs = {name: trains(stack, x) for name, stack in stacks.items()}
     saved = {name: saved_bytes(functools.partial(stack, x), stack) for name, stack in stacks.items()}
     timings = pair(
-        {name: run for name, run in runs.items() if name != BASE}, runs[BASE], arguments.repetitions
+        {name: run for name, run in runs.items() if name != BASE},
+        runs[BASE],
+        arguments.repetitions,
+        clock=time.process_time if arguments.threads == 1 else time.perf_counter,
     )
     base = statistics.median(
         t / r for timing in timings.values() for t, r in zip(timing.seconds, timing.ratios, strict=True)
