@@ -108,18 +108,19 @@ def _seconds(run: Callable[[], Any], clock: Callable[[], float]) -> float:
 def saved_bytes(forward: Callable[[], Any], module: torch.nn.Module) -> int:
     """Return the bytes that a forward pass keeps for backward: each memory once, parameters not."""
     known = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
-    kept: list[torch.Tensor] = []
+    kept: list[torch.UntypedStorage] = []
 
-    def pack(t: torch.Tensor) -> torch.Tensor:
+    def pack(
+        t: torch.Tensor,
+    ) -> None:  # a packed tensor that is an output of its node would keep itself alive
         storage = t.untyped_storage()
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
-            kept.append(t)  # so that no later tensor gets the same address
-        return t
+            kept.append(storage)  # so that no later tensor gets the same address
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
         forward()
-    return sum(t.untyped_storage().nbytes() for t in kept)
+    return sum(storage.nbytes() for storage in kept)
 
 
 def summarize(timings: Mapping[str, Timing], reference: str) -> dict[str, dict[str, float]]:
