@@ -62,6 +62,7 @@ def test_the_cells_of_a_seed_differ_in_nothing_but_their_connection() -> None:
     ]
     assert cells[1].config.connection_options == {"num_streams": 2}
     assert cells[3].config.trainer["seed"] == 7
+    assert {cell.config.monitor for cell in cells} == {0}
     for one, other in zip(cells[::2], cells[1::2], strict=True):
         alike = dataclasses.replace(other.config, connection="pre_norm", connection_options={})
         assert alike == one.config
@@ -177,23 +178,23 @@ def test_the_connections_keep_what_they_drew_and_the_generator_its_place() -> No
 # ---- the clock -----------------------------------------------------------------------------------
 
 
-def test_a_resumed_clock_keeps_the_steps_that_are_not_done_again(tmp_path: Path) -> None:
+def test_a_resumed_clock_keeps_the_steps_that_are_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = {"wall": 100.0, "cores": 50.0}
+    hands = SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["cores"])
+    monkeypatch.setattr(callbacks, "time", hands)
     file = tmp_path / "steps.jsonl"
     file.write_text("".join(f'{{"seconds": {n}, "cpu_seconds": 0}}\n' for n in range(1, 6)) + '{"seco')
     clock = callbacks.Clock(file)
     model = nn.Linear(3, 2)
     clock.on_train_begin(None, SimpleNamespace(global_step=4), None, model=model)
     clock.on_step_begin(None, None, None)
-    time.sleep(0.2)
-    until = time.process_time() + 0.05
-    while time.process_time() < until:
-        pass
+    now.update(wall=103.5, cores=50.25)
     clock.on_step_end(None, None, None)
-    assert clock.steps[:4] == [(1, 0), (2, 0), (3, 0), (4, 0)]
-    assert 0.05 <= clock.steps[4].cpu_seconds < 0.15
-    assert 0.25 <= clock.steps[4].seconds < 5
-    assert clock.seconds == pytest.approx(10 + clock.steps[4].seconds)
-    assert np.allclose(callbacks.read_steps(file), clock.steps, atol=1e-6)
+    assert clock.steps == [(1, 0), (2, 0), (3, 0), (4, 0), (3.5, 0.25)]
+    assert callbacks.read_steps(file) == clock.steps
+    assert clock.seconds == 13.5
     assert clock.num_parameters == 8
 
 

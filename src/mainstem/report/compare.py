@@ -148,7 +148,7 @@ def comparison_to_markdown(result: Comparison, pictures: Sequence[str] = ()) -> 
         lines += ["|" + "".join("---|" if head in LEFT else "---:|" for head in HEADS)]
         lines += ["| " + " | ".join(row) + " |" for row, _ in table_rows(result, depth)]
         lines += ["", *(f"![Held-out loss by step]({name})" for name in pictures if f"-{depth}." in name), ""]
-    lines += ["## What it rests on", "", *(f"- {line}" for line in notes(result)), ""]
+    lines += ["## What it rests on", "", *(f"- {line}" for line in notes(result))]
     alike = {name: base[name] for name in ("text", "tokenizer", "window", "optimizer", "held_out", "tower")}
     lines += [
         f"- Alike in all cells: `{json.dumps(alike | base['trainer'], ensure_ascii=False)}`.",
@@ -163,6 +163,8 @@ def comparison_to_markdown(result: Comparison, pictures: Sequence[str] = ()) -> 
 
 def plot_curves(result: Comparison, depth: int, path: Path) -> None:
     """Draw the held-out loss by step at one depth: a picture a connection, a line a seed, the baseline grey.
+
+    The range is that of the losses after the first step, so that the fall from the start does not fill it.
 
     Args:
         path: of the picture; its suffix says which kind: ``.svg``, ``.png``, ``.pdf``.
@@ -185,8 +187,13 @@ def plot_curves(result: Comparison, depth: int, path: Path) -> None:
         axis.set_title(name + (f" ({diverged} diverged)" if diverged else ""), fontsize=8)
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[len(names) - columns : len(names)]:  # the lowest of each column
+        axis.tick_params(labelbottom=True)
     for axis in axes[len(names) :]:
         axis.set_visible(False)
+    if later := [loss for cell in cells for step, loss in cell.figures["held_out_curve"] if step and loss]:
+        margin = 0.1 * (max(later) - min(later)) or 0.1
+        axes[0].set_ylim(min(later) - margin, max(later) + margin)
     figure.supxlabel("step", fontsize=8)
     figure.supylabel("held-out loss, nats a token", fontsize=8)
     figure.suptitle(f"{depth} blocks: every seed; grey is {result.settings['baseline']}", fontsize=9)

@@ -99,6 +99,7 @@ class CompareConfig:
             connection=name,
             connection_options={**self.base.connection_options, **options(pairs, f"of {connection!r}:")},
             sample=None,
+            monitor=0,  # its records would count as steps' cost
             trainer=given,
         ).resolve()
         fifth = max(1, config.trainer.get("max_steps", 2500) // 5)

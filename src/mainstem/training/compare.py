@@ -71,7 +71,7 @@ class Cost:
         seconds_per_step: median over its seeds of each one's median, by the wall clock.
         cpu_seconds_per_step: the same of the time that the process's cores worked, which another load on the
             machine changes far less. On CUDA it is what launching the work takes.
-        peak_memory: bytes, the most of its seeds: of a process on a CPU, of the device on CUDA.
+        peak_memory: bytes, median over its seeds: of a process on a CPU, of the device on CUDA.
         num_parameters: that are trained.
     """
 
@@ -363,7 +363,7 @@ def _cost(group: Sequence[CellResult]) -> Cost | None:
     return Cost(
         seconds_per_step=statistics.median(one["seconds_per_step"] for one in figures),
         cpu_seconds_per_step=statistics.median(of_cores) if of_cores else None,
-        peak_memory=max(one["peak_memory"] for one in figures),
+        peak_memory=round(statistics.median(one["peak_memory"] for one in figures)),
         num_parameters=figures[0]["num_parameters"],
     )
 
