@@ -9,7 +9,12 @@ from mainstem.training.config import TrainConfig
 
 
 def quick() -> TrainConfig:
-    """12 blocks, width 64, 300 steps: minutes on a laptop, to see that everything works."""
+    """12 blocks, width 64, 300 steps of 1,024 tokens, to see that everything works.
+
+    45 s of one core's CPU time (39 and 43 s, torch 2.13 on one thread), start and evaluation included.
+    Held-out loss 5.58 and 5.82 nats a token, 2.17 and 2.26 bits a byte, for seeds 0 and 1: as far apart as
+    that, for a run of this length has just left the plateau of word frequencies.
+    """
     return TrainConfig(depth=12, trainer={"max_steps": 300, "learning_rate": 3e-3})
 
 
