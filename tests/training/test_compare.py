@@ -247,7 +247,6 @@ def test_a_cell_whose_comparison_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -
         watch.on_step_begin(None, None, None)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot forget a peak")
 PEAK = """
 import os
 from mainstem.training import _compare_callbacks as callbacks
@@ -261,6 +260,7 @@ assert before + 140e6 < callbacks.peak_memory() < before + 250e6
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot forget a peak")
 def test_peak_memory_is_that_since_the_watch_began() -> None:
     """In a process of its own, as a cell is: one that has freed gigabytes gives them out again."""
     subprocess.run([sys.executable, "-c", PEAK], check=True)
