@@ -22,6 +22,9 @@ def tower96() -> TrainConfig:
     """96 blocks, width 64, 3,000 steps of 1,024 tokens of the State of the Union addresses.
 
     The towers that come with mainstem are two of these: as it is, and with ``--connection no_residual``.
+
+    On one core of a busy 2-core machine: 77 minutes. Held-out loss 4.28 nats a token, 6.44 without residuals
+    (word frequencies give 6.44); one seed, so its spread is not known.
     """
     return TrainConfig(
         depth=96,
