@@ -17,6 +17,7 @@ from mainstem.connections import Connection
 from mainstem.errors import MissingExtraError
 from mainstem.tower import Tower
 from mainstem.training._compare_files import StepTime, read_steps, step_line
+from mainstem.training._files import replace_text
 
 try:
     from transformers import TrainerCallback
@@ -84,9 +85,7 @@ class Clock(TrainerCallback):
         """Take up the steps that are not done again."""
         self.num_parameters = count_parameters(kwargs["model"])
         self.steps = read_steps(self.path)[: state.global_step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(map(step_line, self.steps)), "utf-8")
-        os.replace(temporary, self.path)
+        replace_text(self.path, "".join(map(step_line, self.steps)))
         self.memory_before = start_memory_watch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

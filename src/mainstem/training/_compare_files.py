@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mainstem.errors import MainstemError
+from mainstem.training._files import whole_lines, write_whole
 
 CELL, RESULT, RUN, STEPS = "cell.json", "result.json", "run", "steps.jsonl"
 """What is to be trained; what it came to; the folder of the run; what each step took."""
@@ -19,12 +18,7 @@ def write_json(path: Path, data: Any) -> None:
     Raises:
         MainstemError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise MainstemError(f"{path} cannot be written ({error.strerror or error}).") from error
+    write_whole(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 class StepTime(NamedTuple):
@@ -36,10 +30,7 @@ class StepTime(NamedTuple):
 
 def read_steps(path: Path) -> list[StepTime]:
     """Return what each step took; a last line that is torn is dropped, and no file is no step."""
-    if not path.exists():
-        return []
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    return [StepTime(**json.loads(line)) for line in lines if line.endswith("}\n")]
+    return [StepTime(**json.loads(line)) for line in whole_lines(path)]
 
 
 def step_line(step: StepTime) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mainstem.errors import ConfigError, SourceError
 from mainstem.sources import require
+from mainstem.training._files import replace_text
 
 SCHEMA_VERSION = 1
 
@@ -94,7 +95,7 @@ class MonitorFile:
                 self.flush()
             return
         with self.path.open("ab", buffering=0) as file:
-            file.write(_line(record))
+            file.write(_line(record).encode())
 
     def flush(self) -> None:
         """Write what waits."""
@@ -104,19 +105,19 @@ class MonitorFile:
             self._waiting = []
 
     def _replace(self, records: Sequence[Record]) -> None:
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
         if self.path.suffix == ".jsonl":
-            temporary.write_bytes(b"".join(_line(record) for record in records))
-        else:
-            pyarrow = require("pyarrow", feature="Writing a Parquet file")
-            parquet = require("pyarrow.parquet", feature="Writing a Parquet file")
-            schema = _parquet_schema(pyarrow)
-            parquet.write_table(pyarrow.Table.from_pylist(list(records), schema=schema), temporary)
+            replace_text(self.path, "".join(map(_line, records)))
+            return
+        pyarrow = require("pyarrow", feature="Writing a Parquet file")
+        parquet = require("pyarrow.parquet", feature="Writing a Parquet file")
+        schema = _parquet_schema(pyarrow)
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        parquet.write_table(pyarrow.Table.from_pylist(list(records), schema=schema), temporary)
         os.replace(temporary, self.path)
 
 
-def _line(record: Record) -> bytes:
-    return (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode()
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 # Column -> type, for Parquet; what `make_record` returns.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mainstem.errors import MissingExtraError
+from mainstem.training._files import replace_text, whole_lines
 from mainstem.training.checkpoints import TrainingStoppedError
 
 try:
@@ -38,12 +38,10 @@ class LogFile(TrainerCallback):
         """
         if not state.is_world_process_zero:
             return
-        lines = read_lines(self.path) if state.global_step else []
+        lines = whole_lines(self.path) if state.global_step else []
         kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
         try:
-            temporary.write_text("".join(kept), "utf-8")
-            os.replace(temporary, self.path)
+            replace_text(self.path, "".join(kept))
         except OSError as error:
             raise self._stopped(error) from error
 
@@ -65,13 +63,6 @@ class LogFile(TrainerCallback):
         return TrainingStoppedError(
             f"{self.path} cannot be written ({error.strerror or error}); go on with --resume when it can."
         )
-
-
-def read_lines(path: Path) -> list[str]:
-    """Return the whole lines of a log file; the last one is dropped where a killed process left it torn."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("}\n")]
 
 
 class Lines(TrainerCallback):

@@ -17,6 +17,7 @@ import torch
 from mainstem.errors import ConfigError, MainstemError
 from mainstem.sources import load_text, quiet_transformers, require, versions
 from mainstem.tower import Tower, compile_blocks
+from mainstem.training._files import write_whole
 from mainstem.training.checkpoints import checkpoints, last_whole, set_aside
 from mainstem.training.config import TrainConfig
 from mainstem.training.data import TrainingText, prepare_text
@@ -121,7 +122,7 @@ def train(
             _check_same(out, record, resume)
         trainer = _trainer(config, arguments, prepared, tell, callbacks)
         if first:
-            _write_json(out / RECORD, record)
+            write_whole(out / RECORD, json.dumps(record, indent=1) + "\n")
         for line in _summary(given, config, prepared, trainer, out):
             tell(line)
         checkpoint = _checkpoint(out, tell, first) if resume else None
@@ -266,7 +267,7 @@ def _run(
     if trainer.is_world_process_zero():
         record = json.loads((out / RECORD).read_text("utf-8"))
         record["result"] = dataclasses.asdict(result) | {"folder": out.name}
-        _write_json(out / RECORD, record)
+        write_whole(out / RECORD, json.dumps(record, indent=1) + "\n")
     return result
 
 
@@ -443,12 +444,3 @@ def _checkpoint(out: Path, tell: Tell, first: bool) -> Path | None:
         found = [str(kept) if kept else None]
     broadcast_object_list(found)
     return Path(found[0]) if found[0] is not None else None
-
-
-def _write_json(path: Path, data: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise MainstemError(f"{path} cannot be written ({error.strerror or error}).") from error
