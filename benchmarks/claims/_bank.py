@@ -34,8 +34,7 @@ SENTENCES = {
 
 @torch.no_grad()
 def states_of_bank(model: object, tokenizer: object, sentence: str) -> Tensor:
-    """Return the state at the token `` bank`` after the embedding and after each block, ``[block + 1, "
-    "width]``."""
+    """Return the state at `` bank`` before the first block and after each, ``[block + 1, width]``."""
     ids = tokenizer(sentence, return_tensors="pt")["input_ids"]  # pyright: ignore
     (place,) = [i for i, t in enumerate(ids[0]) if tokenizer.decode([int(t)]).strip() == "bank"]  # pyright: ignore
     kept: list[Tensor] = []
@@ -57,9 +56,8 @@ def states_of_bank(model: object, tokenizer: object, sentence: str) -> Tensor:
 
 def meaning() -> Claim:
     """Claim 8. Holds where the two uses are the same at the bottom, and at their most distinct depth every
-    one of the 16
-    sentences is nearer to the mean of its own use (itself left out) than to the other's, with a shuffle
-    test below 0.01."""
+    one of the 16 sentences is nearer to the mean of its own use (itself left out) than to the other's, with a
+    shuffle test below 0.01."""
     loaded = load_model("smollm2")
     found = {
         use: torch.stack([states_of_bank(loaded.model, loaded.tokenizer, s) for s in sentences])
@@ -121,8 +119,7 @@ def distances(h: Tensor, first: int) -> tuple[float, float]:
 
 
 def nearer_to_own(h: Tensor, first: int) -> int:
-    """Count the sentences that are nearer, by cosine, to the mean of the others of their use than to the "
-    "other use's."""
+    """Count the sentences nearer to the mean of their own use, themselves left out, than to the other."""
     n = torch.nn.functional.normalize(h, dim=-1)
     count = 0
     for i in range(len(h)):

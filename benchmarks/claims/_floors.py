@@ -20,8 +20,7 @@ BROKEN = (0, 1, 2, 4, 8, 16, 32, 48, 64, 80, 88, 94, 95)
 
 
 def noise(block: int, size: float) -> Callable[[int, str, Tensor], Tensor]:
-    """Add to both writes of a block Gaussian noise of ``size`` times the write's own norm at each "
-    "position."""
+    """Add to both writes of a block Gaussian noise, ``size`` times the write's norm at each position."""
     generator = torch.Generator().manual_seed(block)
 
     def change(here: int, kind: str, out: Tensor) -> Tensor:
@@ -45,12 +44,10 @@ def moved(before: Pass, after: Pass, at: int) -> float:
 
 
 def bad_floor(trained: Towers, plain: Tensor) -> Claim:
-    """Claim 3. Holds where, in the trained tower with residuals, noise as large as the write moves the
-    state right
-    after by less than it moves it without residuals for every broken floor, and raises the loss by less
-    than 0.1 nats
-    for at least nine floors in ten; and the same noise leaves less than half of the top state alone
-    without."""
+    """Claim 3. Holds where, in the trained tower with residuals, noise as large as the write moves the state
+    right after by less than it moves it without residuals for every broken floor, and raises the loss by less
+    than 0.1 nats for at least nine floors in ten; and the same noise leaves less than half of the top state
+    alone without."""
     rows: list[list[str | float | int]] = []
     summary: dict[str, dict[str, list[float]]] = {}
     cases = [(f"{name}, start", fresh(connection, 96, 0), plain) for name, connection in CONNECTIONS.items()]
@@ -111,8 +108,7 @@ def from_others(attention: Attention, read: Tensor, tower: Tower) -> Tensor:
     """Share of an attention's write that comes from other positions, ``[batch, pos]``.
 
     With the weights of the pass, the write is a sum over the positions looked at; the share is the norm of
-    what
-    the others gave over that plus the norm of what the position gave itself.
+    what the others gave over that plus the norm of what the position gave itself.
     """
     places = tower.places(torch.arange(read.shape[1])[None])
     place = next(iter(places.values()))
@@ -134,9 +130,8 @@ def from_others(attention: Attention, read: Tensor, tower: Tower) -> Tensor:
 
 @torch.no_grad()
 def gather(trained: Towers, plain: Tensor) -> Claim:
-    """Claim 6. *Attention gathers* holds where more than half of its writes come from other positions in
-    most blocks.
-    *The feed-forward refines* holds where its writes, together, lower the logit lens' loss more than
+    """Claim 6. *Attention gathers* holds where more than half of its writes come from other positions in most
+    blocks. *The feed-forward refines* holds where its writes, together, lower the logit lens' loss more than
     attention's."""
     rows: list[list[str | float | int]] = []
     facts: dict[str, tuple[float, float, float, float]] = {}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from mainstem.connections import Connection
 from mainstem.sources import load_model, load_text, make_windows
 from mainstem.tower import Tower, TowerConfig
 
@@ -31,25 +30,30 @@ class Pass:
     logits: Tensor
 
 
-def fresh(connection: str, depth: int, seed: int, *, norms: bool = True) -> Tower:
-    """Return a tower at initial values N(0, 1/width); without norms every norm is replaced by the "
-    "identity."""
+def build(connection: str, depth: int, seed: int, *, norms: bool, width: int, vocabulary: int) -> Tower:
+    """Return a tower at initial values N(0, 1/width); each norm an identity without ``norms``."""
     torch.manual_seed(seed)
     config = TowerConfig(
-        vocab_size=VOCABULARY,
-        width=WIDTH,
+        vocab_size=vocabulary,
+        width=width,
         num_blocks=depth,
         num_heads=2,
         connection=connection,
-        init_std=WIDTH**-0.5,
+        init_std=width**-0.5,
     )
-    tower = Tower(config).eval().requires_grad_(False)
+    tower = Tower(config)
     if not norms:
         for module in list(tower.modules()):
             for name, child in list(module.named_children()):
-                if isinstance(child, nn.RMSNorm | nn.LayerNorm):
+                if isinstance(child, nn.RMSNorm):
                     setattr(module, name, nn.Identity())
     return tower
+
+
+def fresh(connection: str, depth: int, seed: int, *, norms: bool = True) -> Tower:
+    """Return a tower of the trained ones' size at its start, to be looked at."""
+    tower = build(connection, depth, seed, norms=norms, width=WIDTH, vocabulary=VOCABULARY)
+    return tower.eval().requires_grad_(False)
 
 
 def trained(name: str) -> tuple[Tower, object]:
@@ -58,17 +62,13 @@ def trained(name: str) -> tuple[Tower, object]:
     return loaded.model.tower.float().eval().requires_grad_(False), loaded.tokenizer
 
 
-def tokens(tokenizer: object, num_windows: int, *, skip: int = 0) -> Tensor:
+def tokens(tokenizer: object, num_windows: int) -> Tensor:
     """Return text that the trained towers were not trained on, ``[num_windows, 128]``."""
     text = load_text("sotu-held-out")
     windows = make_windows(
-        tokenizer,
-        text,
-        num_tokens=(skip + num_windows) * WINDOW,
-        window=WINDOW,
-        batch_size=skip + num_windows,
+        tokenizer, text, num_tokens=num_windows * WINDOW, window=WINDOW, batch_size=num_windows
     )
-    return next(iter(windows)).input_ids[skip:]
+    return next(iter(windows)).input_ids
 
 
 @torch.no_grad()
@@ -102,12 +102,6 @@ def run(tower: Tower, ids: Tensor, change: Callable[[int, str, Tensor], Tensor] 
         for handle in handles:
             handle.remove()
     return Pass(states, writes, logits)
-
-
-def connections(tower: Tower) -> Iterator[Connection]:
-    """Yield the connections in order."""
-    for _, connection, _ in tower.sublayers():
-        yield connection
 
 
 def nll(logits: Tensor, ids: Tensor) -> float:

@@ -17,9 +17,11 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
 from benchmarks.claims._page import Claim, Table, Verdict, cell, spread
+from benchmarks.claims._towers import CONNECTIONS, build
 from mainstem.sources import load_text
-from mainstem.tower import Tower, TowerConfig
+from mainstem.tower import Tower
 from mainstem.tower.hf import MainstemForCausalLM
+from mainstem.training.checkpoints import NonFiniteError
 from mainstem.training.data import make_tokenizer
 from mainstem.training.trainer import StreamTrainer
 
@@ -37,8 +39,7 @@ class Run:
     Attributes:
         loss: held-out, nats a byte; NaN where it diverged.
         gradients: for each step looked at, the norm of the loss's gradient with respect to the stream
-        before each
-            block and after the last.
+            before each block and after the last.
     """
 
     loss: float
@@ -87,16 +88,7 @@ def bytes_of_text() -> Tensor:
 
 def train(depth: int, connection: str, seed: int, windows: Tensor, *, norms: bool = True) -> Run:
     """Train one tower: 150 steps of 512 bytes, AdamW, warm-up and cosine, gradients clipped at 1."""
-    torch.manual_seed(seed)
-    config = TowerConfig(
-        vocab_size=257,
-        width=WIDTH,
-        num_blocks=depth,
-        num_heads=2,
-        connection=connection,
-        init_std=WIDTH**-0.5,
-    )
-    tower = without_norms(Tower(config)) if not norms else Tower(config)
+    tower = build(connection, depth, seed, norms=norms, width=WIDTH, vocabulary=257)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     rows = [{"input_ids": windows[i], "labels": windows[i]} for i in order[: STEPS * BATCH].tolist()]
     kept = [{"input_ids": w, "labels": w} for w in windows[-HELD_OUT:]]
@@ -116,18 +108,9 @@ def train(depth: int, connection: str, seed: int, windows: Tensor, *, norms: boo
             try:
                 trainer.train()
                 loss = trainer.evaluate()["eval_loss"]
-            except ValueError:  # a loss or gradient that is not finite
+            except NonFiniteError:
                 loss = math.nan
     return Run(loss, watcher.kept)
-
-
-def without_norms(tower: Tower) -> Tower:
-    """Replace every norm by the identity."""
-    for module in list(tower.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, torch.nn.RMSNorm):
-                setattr(module, name, torch.nn.Identity())
-    return tower
 
 
 Runs = dict[tuple[str, bool, int], list[Run]]
@@ -140,7 +123,7 @@ def all_runs(tell: Any, store: Path) -> Runs:
     windows = bytes_of_text()[: STEPS * BATCH * 4 + HELD_OUT]
     runs: Runs = {}
     for depth in DEPTHS:
-        for name, connection in (("with", "pre_norm"), ("without", "no_residual")):
+        for name, connection in CONNECTIONS.items():
             for norms in (True, False):
                 for seed in SEEDS if norms else SEEDS[:1]:
                     key = f"{name} residuals, {'norms' if norms else 'no norms'}, {depth} blocks, seed {seed}"
@@ -162,9 +145,8 @@ def losses(runs: Runs, name: str, norms: bool, depth: int) -> list[float]:
 
 def deeper(runs: Runs) -> Claim:
     """Claim 4. *Better with* holds where the mean loss with residuals and norms falls at every doubling of
-    depth by more
-    than the spread of the seeds; *worse without* where it rises without residuals from 6 to 96 blocks by
-    more."""
+    depth by more than the spread of the seeds; *worse without* where it rises without residuals from 6 to 96
+    blocks by more."""
     means = {(n, d): sum(losses(runs, n, True, d)) / len(SEEDS) for n in ("with", "without") for d in DEPTHS}
     noise = max(
         max(v) - min(v) for n in ("with", "without") for d in DEPTHS if (v := losses(runs, n, True, d))
@@ -214,9 +196,8 @@ def deeper(runs: Runs) -> Claim:
 
 
 def signals(runs: Runs) -> Claim:
-    """Claim 5. Holds where the gradient at the bottom is within a factor 100 of that at the top at every
-    step looked at and
-    every depth with residuals, and outside of it without, at 48 blocks and more."""
+    """Claim 5. Holds where the gradient at the bottom is within a factor 100 of that at the top at every step
+    looked at and every depth with residuals, and outside of it without, at 48 blocks and more."""
     rows: list[list[str | float | int]] = []
     ratio: dict[tuple[str, int], list[float]] = {}
     for (name, norms, depth), cells in runs.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.claims._page import Claim, Table, Verdict, spread
 from benchmarks.claims._towers import CONNECTIONS, fresh, run
+from mainstem.connections import StreamModule
 from mainstem.observe import tower_ledger
 from mainstem.tower import Tower
 
@@ -59,8 +61,7 @@ def probed(states: Tensor, embedding: Tensor, ids: Tensor, *, new_types: bool = 
 
 
 def likeness(states: Tensor) -> float:
-    """Mean cosine between the states of two positions that hold different tokens, over all pairs of a "
-    "window."""
+    """Mean cosine between the states of two positions of a window that hold different tokens."""
     h = torch.nn.functional.normalize(states[:, 1:].double(), dim=-1)
     n = h.shape[1]
     return float(((h @ h.transpose(1, 2)).sum((1, 2)) - n).mean() / (n * (n - 1)))
@@ -73,10 +74,9 @@ def carried_share(tower: Tower, ids: Tensor) -> float:
 
 
 def word(trained: Towers, plain: Tensor) -> Claim:
-    """Claim 1. *Kept* holds where, with residuals, a probe reads at the top at least half of the words
-    that it reads at
-    the bottom; *destroyed*, where without them it reads no more than twice what guessing the commonest
-    does; each at initialisation and trained."""
+    """Claim 1. *Kept* holds where, with residuals, a probe reads at the top at least half of the words that
+    it reads at the bottom; *destroyed*, where without them it reads no more than twice what guessing the
+    commonest does; each at initialisation and trained."""
     majority = Counter(plain[:, 1:].flatten().tolist()).most_common(1)[0][1] / plain[:, 1:].numel()
     rows: list[list[str | float]] = []
     kept: dict[str, bool] = {}
@@ -153,8 +153,7 @@ def word(trained: Towers, plain: Tensor) -> Claim:
 
 
 def ledger(trained: Towers, plain: Tensor) -> Claim:
-    """Claim 2. Holds where the rows of the ledger sum to the final state to 1e-5 in fp32 and 1e-12 in "
-    "fp64."""
+    """Claim 2. Holds where the rows of the ledger sum to the final state to 1e-5 (fp32) and 1e-12 (fp64)."""
     rows: list[list[str | float]] = []
     worst = {torch.float32: 0.0, torch.float64: 0.0}
     cases: list[tuple[str, Tower, Tensor]] = []
@@ -196,9 +195,8 @@ def ledger(trained: Towers, plain: Tensor) -> Claim:
 
 
 def growth(trained: Towers, plain: Tensor) -> Claim:
-    """Claim 7. Holds where the stream's RMS grows from bottom to top with residuals and norms at the start
-    and when
-    trained, and where, without norms, it grows more."""
+    """Claim 7. Holds where the stream's RMS grows from bottom to top with residuals and norms, at the start
+    and when trained, and where, without norms, it grows more."""
     rows: list[list[str | float]] = []
     ratios: dict[str, float] = {}
     cases: list[tuple[str, Tower, Tensor]] = [
@@ -213,9 +211,10 @@ def growth(trained: Towers, plain: Tensor) -> Claim:
     ]
     cases += [(f"{name}, 96 blocks", tower, ids) for name, (tower, ids) in trained.items()]
     for what, tower, ids in cases:
-        sizes = [float(state.double().square().mean().sqrt()) for state in run(tower, ids).states]
-        peak = max(float(state.abs().max()) for state in run(tower, ids).states)
-        half = fp16_result(tower, ids)
+        seen = run(tower, ids)
+        sizes = [float(state.double().square().mean().sqrt()) for state in seen.states]
+        peak = max(float(state.abs().max()) for state in seen.states)
+        half = fp16_result(tower, ids, seen.logits)
         ratios[what] = sizes[-1] / sizes[0]
         rows.append(
             [what, sizes[0], sizes[len(sizes) // 2], sizes[-1], ratios[what], peak, 65504 / peak, half]
@@ -259,14 +258,11 @@ def growth(trained: Towers, plain: Tensor) -> Claim:
 
 
 @torch.no_grad()
-def fp16_result(tower: Tower, ids: Tensor) -> str:
+def fp16_result(tower: Tower, ids: Tensor, exact: Tensor) -> str:
     """Run in fp16, stream and all; return the relative error of the logits, or what became of them."""
-    import copy
-
-    exact = run(tower, ids).logits
     half = copy.deepcopy(tower)
     for module in half.modules():
-        if hasattr(module, "keep_stream_in"):
+        if isinstance(module, StreamModule):
             module.keep_stream_in(None)
     rounded = run(half.half(), ids).logits.float()
     if not bool(torch.isfinite(rounded).all()):

@@ -10,7 +10,7 @@ package but torch, and a missing one is reported with its install command.
 """
 
 from ._cache import cache_root, cached_folder, is_whole, write_manifest
-from ._extras import quiet_transformers, require, versions
+from ._extras import quiet_datasets, quiet_transformers, require, versions
 from ._models import LoadedModel, load_model
 from ._packaged import PACKAGED, PACKAGED_TEXTS, TWINS, PackagedModel
 from ._texts import TextSource, load_text
@@ -31,6 +31,7 @@ __all__ = [
     "load_model",
     "load_text",
     "make_windows",
+    "quiet_datasets",
     "quiet_transformers",
     "require",
     "versions",

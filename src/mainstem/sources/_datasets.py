@@ -8,7 +8,7 @@ from typing import Any
 
 from mainstem.errors import SourceError
 
-from ._extras import quiet_hub, require
+from ._extras import quiet_datasets, quiet_hub, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,8 @@ def dataset_rows(name: str, *, split: str, column: str | None, streaming: bool, 
     """
     datasets = require("datasets", feature="Reading a dataset")
     path, _, config = name.partition(":")
-    bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
     try:
-        with quiet_hub():
+        with quiet_datasets(), quiet_hub():
             data = datasets.load_dataset(path, config or None, split=split, streaming=streaming)
     except Exception as error:  # datasets raises its own errors, builders' errors and the network's
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -65,9 +63,6 @@ def dataset_rows(name: str, *, split: str, column: str | None, streaming: bool, 
         raise SourceError(
             f"There is no file, folder or reachable dataset {name!r} ({reason}). {hint}"
         ) from error
-    finally:
-        if bars:
-            datasets.enable_progress_bars()
     return DatasetRows(name=path, config=config or None, column=_choose_column(data, name, column), data=data)
 
 

@@ -61,6 +61,19 @@ def quiet_transformers() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def quiet_datasets() -> Generator[None]:
+    """Silence the progress bars of ``datasets`` inside the block; its setting comes back at the end."""
+    datasets = require("datasets", feature="Reading a dataset")
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
 def quiet_hub() -> Generator[None]:
     """Silence the hub client's log of its retries inside the block: what comes of them is said once."""
     logger = logging.getLogger("huggingface_hub")

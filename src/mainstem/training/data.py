@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import tempfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mainstem.errors import ConfigError, SourceError
-from mainstem.sources import TextSource, cache_root, cached_folder, require
+from mainstem.sources import TextSource, cache_root, cached_folder, quiet_datasets, require
 from mainstem.training.config import TrainConfig
 
 END = "<|endoftext|>"
@@ -175,7 +174,7 @@ def _pack(
 ) -> dict[str, Any]:
     features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), config.window)})
     # datasets would keep what it builds in the user's cache; what is kept is in ours.
-    with _no_bars(datasets), tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+    with quiet_datasets(), tempfile.TemporaryDirectory(dir=place.parent) as scratch:
         windows = datasets.Dataset.from_generator(
             _rows,
             features=features,
@@ -185,17 +184,6 @@ def _pack(
         )
         windows.save_to_disk(str(place))
     return key
-
-
-@contextlib.contextmanager
-def _no_bars(datasets: Any) -> Generator[None]:
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def _split(num_windows: int, held_out: float) -> tuple[list[int], list[int]]:

@@ -29,7 +29,8 @@ def tower96() -> TrainConfig:
     return TrainConfig(
         depth=96,
         width=64,
-        trainer={"max_steps": 3000, "learning_rate": 1.5e-3, "save_steps": 200, "eval_steps": 300},
+        optimizer="muon",
+        trainer={"max_steps": 4500, "learning_rate": 6e-3, "save_steps": 250, "eval_steps": 250},
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mainstem.errors import MissingExtraError
+from mainstem.sources import quiet_transformers
 from mainstem.tower import Tower, shard_tower
 from mainstem.training._non_finite import first_non_finite
 from mainstem.training.checkpoints import (
@@ -36,7 +36,6 @@ try:
     from accelerate import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
     from transformers import Trainer, TrainerCallback
-    from transformers.utils import logging as transformers_logging
 except ImportError as error:
     raise MissingExtraError("Training", "transformers", "train") from error
 
@@ -251,7 +250,7 @@ class StreamTrainer(Trainer):
         return gathered
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with _no_bars():
+        with quiet_transformers():
             super()._save(output_dir, state_dict)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -307,14 +306,3 @@ class _Guard(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log |= control.should_save
-
-
-@contextlib.contextmanager
-def _no_bars() -> Generator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
