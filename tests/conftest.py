@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 # Before transformers is imported, for it reads them then.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Processes of a test meet on this machine, whether or not its name can be resolved.
+if sys.platform == "linux":
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 import torch
 

@@ -312,6 +312,7 @@ def train(
     from mainstem.training.arguments import options, trainer_arguments
     from mainstem.training.checkpoints import checkpoints
     from mainstem.training.config import TrainConfig
+    from mainstem.training.run import process_group_left
 
     flags = list(context.args)
     if recipe is not None and recipe.startswith("-"):
@@ -338,7 +339,7 @@ def train(
     config = dataclasses.replace(config, **changes, trainer={**config.trainer, **trainer_arguments(flags)})
     folder = out or Path(f"train-{config.connection}-{config.depth}")
     try:
-        with _stdout_kept_clean():
+        with _stdout_kept_clean(), process_group_left():
             result = run(
                 config, folder, resume=resume, tell=lambda line: print(line, file=sys.stderr, flush=True)
             )

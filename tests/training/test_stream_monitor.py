@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_runs import TORCHRUN
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -553,6 +554,7 @@ SCRIPT = """
     torch.set_num_threads(1)
     from test_stream_monitor import StreamMonitor, llama, train
     train(llama(0.0), Path(sys.argv[1]), StreamMonitor(every=2), per_device_train_batch_size=4)
+    torch.distributed.destroy_process_group()
 """
 
 
@@ -560,9 +562,8 @@ SCRIPT = """
 def test_two_processes_record_what_one_does(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(textwrap.dedent(SCRIPT.format(folder=str(Path(__file__).parent))))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launch, str(script), str(tmp_path / "two")], capture_output=True, text=True, check=False
+        [*TORCHRUN, str(script), str(tmp_path / "two")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     two = read_monitor(tmp_path / "two" / "stream.jsonl")
@@ -576,8 +577,7 @@ def test_two_processes_record_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "attention_residuals"])
 def test_a_sharded_model_is_recorded_as_one(name: str, tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("sharded_loop.py"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command, folder in (([sys.executable], "one"), (launch, "two")):
+    for command, folder in (([sys.executable], "one"), (TORCHRUN, "two")):
         done = subprocess.run(
             [*command, script, str(tmp_path / folder), name], capture_output=True, text=True, check=False
         )

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tiny_runs import At, free_port, log_of, tiny, together, weights_of
+from tiny_runs import TORCHRUN, At, free_port, log_of, tiny, together, weights_of
 
 from mainstem.errors import ConfigError
 from mainstem.training import TrainConfig, train
@@ -94,7 +95,15 @@ def test_accumulated_gradients_equal_the_bigger_batch(connection: str, alone: An
 
 
 def until_killed(config: TrainConfig, out: Path) -> None:
-    train(config, out, callbacks=[At(13, lambda _: os.kill(os.getpid(), signal.SIGKILL))])
+    """Be killed after 13 steps, all at once: one that is still in a step would end by the other's death."""
+
+    def die(_: Any) -> None:
+        (out.parent / f"after-13-{os.environ['RANK']}").touch()
+        while len(list(out.parent.glob("after-13-*"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    train(config, out, callbacks=[At(13, die)])
 
 
 def resumed(config: TrainConfig, out: Path) -> None:
@@ -141,11 +150,11 @@ def test_a_nan_on_one_process_stops_both(tmp_path: Path) -> None:
 
 
 LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "torchrun": TORCHRUN,
     # --multi_gpu starts several processes, which find no GPU; --cpu starts one.
-    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-                   "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-                   "--main_process_port"],
+    "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+                   "--num_machines", "1", "--main_process_ip", "127.0.0.1", "--mixed_precision", "no",
+                   "--dynamo_backend", "no", "--main_process_port"],
 }  # fmt: skip
 
 
@@ -159,7 +168,7 @@ def test_the_command_under_a_launcher(launcher: str, tmp_path: Path) -> None:
     port = [str(free_port())] if launcher == "accelerate" else []
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], *port, *options],
+        [*LAUNCHERS[launcher], *port, *options],
         capture_output=True,
         text=True,
         env=env,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,16 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from mainstem.training import TrainConfig, train
+from mainstem.training.run import process_group_left
 
 PRELOAD = ["tiny_runs", "mainstem.training.trainer", "mainstem.tower.hf", "datasets"]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+    *("--nproc-per-node", "2"),
+]
+"""Its processes meet on this machine, whether or not its name can be resolved."""
+DEADLINE = 240
+"""Seconds that a process of a test may take; on a quiet machine none takes twenty."""
 GPL = str(Path(__file__).parents[1] / "data" / "gpl-3.0.txt")
 
 
@@ -95,6 +105,7 @@ def killed(config: TrainConfig, out: Path, *, step: int, writing: str | None = N
 
 def _run_to_death(config: TrainConfig, out: Path, step: int, writing: str | None, threads: int) -> None:
     torch.set_num_threads(threads)
+    _not_for_ever()
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -141,7 +152,14 @@ def _member(rank: int, num: int, port: int, function: Any, args: tuple[Any, ...]
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    function(*args)
+    _not_for_ever()
+    with process_group_left():
+        function(*args)
+
+
+def _not_for_ever() -> None:
+    """End this process and say where it was, should it be there after minutes: its test waits for it."""
+    faulthandler.dump_traceback_later(DEADLINE, exit=True)
 
 
 def _half_of(name: str, then: Any) -> Any:

@@ -129,6 +129,20 @@ def train(
         return _run(trainer, checkpoint, config, prepared, out)
 
 
+@contextlib.contextmanager
+def process_group_left() -> Generator[None]:
+    """Leave, at the end of the block, the process group that a run under a launcher has joined.
+
+    For a command, whose process ends after its run: threads of gloo that are still there abort it, and the
+    launcher then calls the run failed.
+    """
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 def training_arguments(config: TrainConfig, out: Path) -> Any:
     """Return the :class:`transformers.TrainingArguments` of a resolved config: our defaults under its own.
 
