@@ -73,9 +73,8 @@ class Admin(Scheme):
 
     Attributes:
         output_change: how far an update of all branches may move the output at the start, over S sublayers:
-        ``"log"``
-            is ``sqrt((S + 1) / ln(S + 1) - 1)``, ``"constant"`` ``sqrt(S)``, ``"linear"`` 1, which is
-            Post-LN.
+            ``"log"`` is ``sqrt((S + 1) / ln(S + 1) - 1)``, ``"constant"`` ``sqrt(S)``, ``"linear"`` 1, which
+            is Post-LN.
         trained: learn a weight a channel; otherwise they are fixed, as in the package's default.
     """
 

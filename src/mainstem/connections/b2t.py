@@ -96,8 +96,7 @@ class B2T(Scheme):
 
     Attributes:
         sublayers_per_block: sublayers that the skip spans. Where it spans one (parallel blocks) it carries
-        what the
-            residual carries, ``N(2x + F(x))``. A last block cut short has no skip.
+            what the residual carries, ``N(2x + F(x))``. A last block cut short has no skip.
     """
 
     name: ClassVar[str] = "b2t"

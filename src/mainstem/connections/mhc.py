@@ -56,8 +56,8 @@ class MhcConnection(IdentityHCConnection):
     Invariant: a product of doubly stochastic matrices is one, so its rows and columns sum to 1 and its
     spectral norm is at most 1 at any depth; a product of rotations is a rotation.
     Source: Xie et al. 2025 (arXiv 2512.24880), eqs. 3 and 6 to 9, sections 3 and 4 read;
-        ``DeepseekV4HyperConnection``
-    of transformers 5.24, read in code; generators: see :mod:`mainstem.connections._mixing`.
+    ``DeepseekV4HyperConnection`` of transformers 5.24, read in code; generators: see
+    :mod:`mainstem.connections._mixing`.
     Departures: the norm's gain is part of the projection, as the paper's kernels have it.
     """
 

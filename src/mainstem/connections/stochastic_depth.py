@@ -28,8 +28,8 @@ class StochasticDepthConnection(Connection):
     transformers.
     Departures: the update is divided by the survival in training, not multiplied by it in eval (as timm's
     ``DropPath``; the same expectation, and a trained model needs no survivals); the mask is drawn for each
-    sequence, not for each batch. Neither
-    paper was read for this; the rule and both departures are from memory of them.
+    sequence, not for each batch. Neither paper was read for this; the rule and both departures are from
+    memory of them.
     """
 
     survival: Tensor

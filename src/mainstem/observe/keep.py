@@ -55,8 +55,7 @@ class KeepStream(Reducer):
         return self.points
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
-        """Return a point by full name, or by ``("resid_post", block)``; negative blocks count from the "
-        "end."""
+        """Return a point by full name, or by ``("resid_post", block)``; negative blocks are from the end."""
         if isinstance(key, tuple):
             name, block = key
             last = max((int(point.split(".")[1]) for point in self.points), default=-1)

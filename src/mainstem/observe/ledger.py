@@ -78,8 +78,7 @@ def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -
     Whatever lies between a write and the top (scales, norms, mixing of streams) is applied to the write with
     its
     coefficients frozen: a norm's statistics, a gate, a mixing matrix are those of this pass. Holds one tensor
-        of the
-    stream's size for each write; give it few tokens.
+    of the stream's size for each write; give it few tokens.
 
     Args:
         model: the module; run once, without gradients.

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mainstem.audit import AuditResult, BlockFigures
-from mainstem.report.terminal import fixed, short
+from mainstem.report.terminal import fixed, loss_line, short
 
 ROWS = 17
 """Blocks shown, evenly spread."""
@@ -32,11 +32,7 @@ def print_pair(results: Mapping[str, AuditResult], console: Console) -> None:
     console.print(_table(results))
     for name, result in results.items():
         if result.loss is not None:
-            console.print(
-                f"{escape(name)}: loss {result.loss.nll:.4f} nats a token (perplexity "
-                f"{result.loss.perplexity:.2f}) over {result.loss.tokens:,} tokens",
-                highlight=False,
-            )
+            console.print(f"{escape(name)}: {loss_line(result.loss)}", highlight=False)
     for number, finding in enumerate(first.findings):
         console.print(f"[bold]{finding.number} {finding.question}[/bold]", highlight=False)
         for name, result in results.items():

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mainstem.audit import AuditResult, BlockFigures, Outlier
+from mainstem.audit import AuditResult, BlockFigures, Loss, Outlier
 
 PLAIN_WIDTH = 120
 """Columns where the output is no terminal: a file or a pipe has no width to fit."""
@@ -54,11 +54,7 @@ def print_result(result: AuditResult, console: Console) -> None:
         asides.append(f"left out for lack of room: {', '.join(left_out)}")
     console.print("; ".join(asides), highlight=False, style="dim")
     if result.loss is not None:
-        console.print(
-            f"loss {result.loss.nll:.4f} nats a token (perplexity {result.loss.perplexity:.2f}) over "
-            f"{result.loss.tokens:,} tokens",
-            highlight=False,
-        )
+        console.print(loss_line(result.loss), highlight=False)
     for note in result.provenance["notes"]:
         console.print(escape(note), highlight=False, style="dim")
     for finding in result.findings:
@@ -124,9 +120,13 @@ def _count(number: int, one: str) -> str:
     return f"{number} {one}" if number == 1 else f"{number} {one}s"
 
 
+def loss_line(loss: Loss) -> str:
+    """Say the loss in one line."""
+    return f"loss {loss.nll:.4f} nats a token (perplexity {loss.perplexity:.2f}) over {loss.tokens:,} tokens"
+
+
 def fixed(value: float | None, digits: int = 3) -> str:
-    """Return ``digits`` figures after the point, or three in all where that is shorter; ``-`` where there "
-    "is none."""
+    """Return ``digits`` figures after the point, or three in all if that is shorter; ``-`` for none."""
     if value is None or value != value:
         return "-"
     text = f"{value:.{digits}f}"
