@@ -43,8 +43,9 @@ schedule, one with Pre-LN residual connections and one without any. They are for
 | text | `sotu`: State of the Union addresses 1946 to 2021, public domain; 5 % held out (`sotu-held-out`) |
 | tokenizer | byte-level BPE of 2,048 tokens, trained on that text |
 | budget | {steps:,} steps of {tokens:,} tokens, {epochs:.1f} passes over the training windows |
-| time | {hours:.1f} hours on one core of a busy 2-core machine, its twin beside it on the other |
+| time | {hours:.1f} hours of the wall clock, one thread on a busy 2-core machine, its twin beside it |
 | held-out loss | {loss:.3f} nats a token, {bits:.3f} bits a byte, of these bf16 weights |
+| lowest on the way | {best:.3f} nats a token, at step {best_step:,} |
 | guessing by frequency | {unigram:.3f} nats a token |
 
 It writes (temperature 0.8, the 40 likeliest tokens, seed 0):
@@ -101,6 +102,7 @@ def pack(name: str, run: Path, prepared: Any) -> None:
     curve = [line for line in kept if len(line) > 1 and ("eval_loss" in line or line["step"] % 50 == 0)]
     (place / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in curve), "utf-8")
     (place / "train.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    best, best_step = min((line["eval_loss"], line["step"]) for line in lines if "eval_loss" in line)
     command = "mainstem train tower96" + (" --connection no_residual" if name != "tower96" else "")
     runtime = sum(line["train_runtime"] for line in lines if "train_runtime" in line)
     windows_seen = steps * tokens / record["config"]["window"]
@@ -114,6 +116,8 @@ def pack(name: str, run: Path, prepared: Any) -> None:
         epochs=windows_seen / len(prepared.train),
         hours=runtime / 3600,
         loss=loss,
+        best=best,
+        best_step=best_step,
         bits=loss / math.log(2) / prepared.bytes_per_token,
         unigram=unigram_loss(prepared.train, [list(w) for w in windows], len(prepared.tokenizer)),
         sample=write_sample(place, prepared.tokenizer, "The ").replace("\n", " "),
