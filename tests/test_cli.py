@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import torch
 import transformers
 
 import mainstem
+from interrupts import interrupt
 from mainstem import cli
 from mainstem.audit.schema_page import load_schema
 
@@ -303,16 +302,6 @@ def test_a_missing_extra_names_the_install_command(package: str, folder: Path, t
     assert f"needs the package '{package}', which is not installed" in last
     assert "pip install 'mainstem[hf]'" in last
     assert "Traceback" not in err
-
-
-def interrupt(ran: subprocess.Popen[str]) -> tuple[str, str]:
-    """Press Ctrl-C until the process ends: Python drops an interrupt that lands inside a finalizer."""
-    for _ in range(6):
-        ran.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return ran.communicate(timeout=20)
-    ran.kill()
-    return ran.communicate()
 
 
 def test_an_interruption_leaves_nothing(folder: Path, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ pytest.importorskip("typer")
 
 from tiny_runs import GPL
 
+from interrupts import interrupt
 from mainstem import cli
 
 OPTIONS = [
@@ -116,15 +115,13 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:
     ]
     said = tmp_path / "said"
     with said.open("w") as stderr:
-        process = subprocess.Popen([sys.executable, "-m", "mainstem", "train", *arguments], stderr=stderr)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mainstem", "train", *arguments], stderr=stderr, text=True
+        )
         # Any of them: the first is removed when there are three, which may be before we look again.
         while process.poll() is None and not list(out.glob("checkpoint-*")):
             time.sleep(0.05)
-        for _ in range(6):  # Python drops an interrupt that lands inside a finalizer
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
-                break
+        interrupt(process)
     told = said.read_text()
     last = told.strip().splitlines()[-1]
     assert process.returncode == cli.INTERRUPTED
