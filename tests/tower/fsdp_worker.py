@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mainstem.connections import Connection
 from mainstem.tower import Tower, shard_tower
+from mainstem.training.run import process_group_left
 
 DROPOUT = {"dropout": 0.1, "attn_dropout": 0.1}
 MIXED: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -109,8 +110,8 @@ def main(folder: Path, rank: int) -> None:
             except Exception:  # reported by the test of this case; the other process fails alike
                 results[name][check.__name__] = traceback.format_exc()
     (folder / f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    with process_group_left():
+        main(Path(sys.argv[1]), int(sys.argv[2]))

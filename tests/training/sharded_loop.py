@@ -14,6 +14,8 @@ import torch
 from test_stream_monitor import StreamMonitor, llama, tower, windows
 from torch import nn
 
+from mainstem.training.run import process_group_left
+
 
 def main(out: Path, name: str) -> None:
     torch.set_num_threads(1)
@@ -39,8 +41,6 @@ def main(out: Path, name: str) -> None:
         state.global_step += 1
         monitor.on_step_end(*events, **known)
     monitor.on_train_end(*events, **known)
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
 
 
 def shard(model: nn.Module, ranks: int) -> None:
@@ -56,4 +56,5 @@ def shard(model: nn.Module, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    with process_group_left():
+        main(Path(sys.argv[1]), sys.argv[2])

@@ -553,8 +553,9 @@ SCRIPT = """
     import torch
     torch.set_num_threads(1)
     from test_stream_monitor import StreamMonitor, llama, train
-    train(llama(0.0), Path(sys.argv[1]), StreamMonitor(every=2), per_device_train_batch_size=4)
-    torch.distributed.destroy_process_group()
+    from mainstem.training.run import process_group_left
+    with process_group_left():
+        train(llama(0.0), Path(sys.argv[1]), StreamMonitor(every=2), per_device_train_batch_size=4)
 """
 
 
