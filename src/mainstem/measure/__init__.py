@@ -8,6 +8,7 @@ over tokens in fp64.
 
 from mainstem.measure._results import Result, Split
 from mainstem.measure.defaults import default_reducers
+from mainstem.measure.depth import Crossing, EffectiveDepth, effective_depth, random_walk_angle
 from mainstem.measure.events import Batch, BlockEvent, HostBatch, Reducer, SublayerEvent, Write
 from mainstem.measure.extremes import (
     Activation,
@@ -20,6 +21,8 @@ from mainstem.measure.extremes import (
     headroom_bits,
 )
 from mainstem.measure.geometry import BlockGeometry, WriteGeometry, token_dot, token_largest, token_norm
+from mainstem.measure.gradients import GradientResult, StateGradient, StreamGradients
+from mainstem.measure.identity import IdentityResult, NearestEmbedding, StateIdentity, nearest_embedding
 from mainstem.measure.lens import Divergence, LensResult, LogitLens, StateLens, lens_divergence
 from mainstem.measure.loss import LossSums, loss_sums, next_token_loss, token_nll
 from mainstem.measure.norms import NamedNorm, StateNorm, StreamNormResult, StreamNorms
@@ -65,15 +68,20 @@ __all__ = [
     "BlockInfluenceFigures",
     "BlockInfluenceResult",
     "BlockWrites",
+    "Crossing",
     "Divergence",
+    "EffectiveDepth",
     "ExtremesResult",
     "FirstNonFinite",
+    "GradientResult",
     "HostBatch",
+    "IdentityResult",
     "LargestActivations",
     "LensResult",
     "LogitLens",
     "LossSums",
     "NamedNorm",
+    "NearestEmbedding",
     "NonFiniteResult",
     "NonFiniteSite",
     "QuantileSketch",
@@ -82,8 +90,11 @@ __all__ = [
     "RoundingAbsorption",
     "Split",
     "StateExtremes",
+    "StateGradient",
+    "StateIdentity",
     "StateLens",
     "StateNorm",
+    "StreamGradients",
     "StreamNormResult",
     "StreamNorms",
     "SublayerEvent",
@@ -97,11 +108,14 @@ __all__ = [
     "angular_distance",
     "block_influence",
     "default_reducers",
+    "effective_depth",
     "growth_per_block",
     "headroom_bits",
     "lens_divergence",
     "loss_sums",
+    "nearest_embedding",
     "next_token_loss",
+    "random_walk_angle",
     "token_dot",
     "token_largest",
     "token_nll",
