@@ -1,10 +1,13 @@
 """Skip, scale, break and patch a model's stream, and sweep over all its blocks."""
 
+from mainstem.intervene._damage import FloorDamage, StateDamage
 from mainstem.intervene.context import intervening
 from mainstem.intervene.kinds import Intervention, Mean, Noise, Replace, Resample, Scale, Skip, Zero
 from mainstem.intervene.means import WriteMeans
+from mainstem.intervene.sweep import SweepConfig, SweepPlan, SweepResult, plan_sweep, sweep
 
 __all__ = [
+    "FloorDamage",
     "Intervention",
     "Mean",
     "Noise",
@@ -12,7 +15,13 @@ __all__ = [
     "Resample",
     "Scale",
     "Skip",
+    "StateDamage",
+    "SweepConfig",
+    "SweepPlan",
+    "SweepResult",
     "WriteMeans",
     "Zero",
     "intervening",
+    "plan_sweep",
+    "sweep",
 ]

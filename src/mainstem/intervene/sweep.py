@@ -1,0 +1,351 @@
+"""Break every block in turn, and measure what it does above and at the top."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mainstem.errors import ConfigError
+from mainstem.intervene._damage import Clean, Damage, FloorDamage
+from mainstem.intervene._doors import Doors, NoDoorsError
+from mainstem.intervene._mode import InterveneMode
+from mainstem.intervene.kinds import Intervention, Skip
+from mainstem.measure import HostBatch, Result
+from mainstem.observe import StreamMap, batch_of
+from mainstem.observe._frames import unwrapped
+
+Break = Callable[[int], Intervention]
+Inputs = Mapping[str, Any]
+
+
+def _skip(block: int) -> Intervention:
+    return Skip(blocks=[block])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """What a sweep does.
+
+    Attributes:
+        broken: the intervention for a block, such as ``lambda b: Noise(blocks=[b], size=1.0)``.
+        floors: which blocks are broken; all when not given.
+        future_only: measure only at positions beyond the last one that is broken (which must be named).
+        together: how many breaks share one pass, each with rows of its own. More than 1 pays where a pass is
+            so small that its overhead counts; the lowest block of a group is where all of them begin.
+        restart: begin at the broken block, from the cached state, where the model allows it.
+    """
+
+    broken: Break = _skip
+    floors: Sequence[int] | None = None
+    future_only: bool = False
+    together: int = 1
+    restart: bool = True
+
+    def __post_init__(self) -> None:
+        if self.together < 1:
+            raise ConfigError(f"together is {self.together}; it must be at least 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepResult(Result):
+    """What a sweep found.
+
+    Attributes:
+        floors: one entry a broken block, in order; after a cancel, those that were done.
+        finished: whether it ran to its end.
+        num_passes: forward passes made, the whole model's included.
+        restarted: whether they began at the broken block.
+        why_not: why they did not; empty where they did.
+    """
+
+    floors: tuple[FloorDamage, ...]
+    finished: bool
+    num_passes: int
+    restarted: bool
+    why_not: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepPlan(Result):
+    """What a sweep will cost.
+
+    Attributes:
+        num_passes: forward passes, the whole model's included.
+        block_runs: blocks that they run, each on one batch; ``naive_block_runs``: without restarting.
+        seconds: expected, from one timed pass and one timed comparison; blocks and the rest counted apart.
+        state_bytes: of the cached states of one batch; ``top_bytes``: of the whole model's prediction.
+        restarts: whether passes begin at the broken block, and ``why_not``.
+    """
+
+    num_passes: int
+    block_runs: int
+    naive_block_runs: int
+    seconds: float
+    state_bytes: int
+    top_bytes: int
+    restarts: bool
+    why_not: str
+
+    def describe(self) -> str:
+        """Return the plan for people."""
+        where = "from the broken block" if self.restarts else f"in full, for {self.why_not}"
+        return (
+            f"{self.num_passes} passes {where}: {self.block_runs} block runs of {self.naive_block_runs}, "
+            f"about {self.seconds:.1f} s; {(self.state_bytes + self.top_bytes) / 2**20:.0f} MiB held."
+        )
+
+
+def plan_sweep(
+    model: nn.Module,
+    batches: Sequence[Inputs],
+    stream_map: StreamMap,
+    config: SweepConfig | None = None,
+) -> SweepPlan:
+    """Say what `sweep` would cost, from one pass over the first batch.
+
+    Raises:
+        ConfigError: as `sweep`.
+    """
+    runner = _Runner(model, batches[0], stream_map, config or SweepConfig())
+    begin = time.perf_counter()
+    clean = runner.run_clean(batches[0])
+    whole = time.perf_counter() - begin
+    begin = time.perf_counter()
+    runner.measure_itself(clean)
+    measuring = time.perf_counter() - begin
+    groups = runner.groups()
+    num_blocks, blocks = len(stream_map.blocks), sum(runner.seconds)
+    runs, seconds = 0, whole
+    for group in groups:
+        first = min(runner.start(f) for f in group)
+        runs += len(group) * (num_blocks - first)
+        seconds += len(group) * (measuring + runner.model_seconds - blocks + sum(runner.seconds[first:]))
+    return SweepPlan(
+        num_passes=len(batches) * (1 + len(groups)),
+        block_runs=len(batches) * (num_blocks + runs),
+        naive_block_runs=len(batches) * num_blocks * (1 + len(runner.floors)),
+        seconds=len(batches) * seconds,
+        state_bytes=sum(t.numel() * t.element_size() for t in clean.states.values()),
+        top_bytes=0 if clean.top is None else clean.top.num_bytes,
+        restarts=runner.doors is not None,
+        why_not=runner.why_not,
+    )
+
+
+def sweep(
+    model: nn.Module,
+    batches: Sequence[Inputs],
+    stream_map: StreamMap,
+    config: SweepConfig | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SweepResult:
+    """Break every block in turn, and measure the damage at every later state and at the top.
+
+    A state of the stream is all that the blocks above it need, so each pass begins at the broken block, from
+    the state that the whole model had there. Where a block is skipped, that state enters the next one.
+    Figures are those of full passes under `intervening`, to the bit for ``together=1``.
+
+    Args:
+        model: in eval mode.
+        batches: keyword arguments of its forward, one entry a batch.
+        stream_map: from `mainstem.observe.find_stream`.
+        config: what to break; every block is skipped when not given.
+        progress: told of the passes done and of all passes.
+
+    Returns:
+        The figures; those found so far after a KeyboardInterrupt.
+
+    Raises:
+        ConfigError: the model is in training mode, or a break the model has no place for.
+    """
+    config = config or SweepConfig()
+    runner = _Runner(model, batches[0], stream_map, config)
+    groups, done, finished = runner.groups(), 0, True
+    total = len(batches) * (1 + len(groups))
+    try:
+        for inputs in batches:
+            clean = runner.run_clean(inputs)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+            for group in groups:
+                runner.run_broken(inputs, clean, group)
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+    except KeyboardInterrupt:
+        finished = False
+    return SweepResult(
+        floors=runner.damage.result(runner.floors),
+        finished=finished,
+        num_passes=done,
+        restarted=runner.doors is not None,
+        why_not=runner.why_not,
+    )
+
+
+class _Runner:
+    """Runs the passes of one sweep and adds up what they show."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, stream_map: StreamMap, config: SweepConfig):
+        self.model, self.map, self.config = unwrapped(model), stream_map, config
+        if self.model.training:
+            raise ConfigError("a sweep compares passes, so nothing may be random in them: call model.eval().")
+        self.num_blocks = len(stream_map.blocks)
+        floors = range(self.num_blocks) if config.floors is None else config.floors
+        self.floors = sorted(set(floors))
+        self.breaks = {f: config.broken(f) for f in self.floors}
+        InterveneMode(self.model, stream_map, list(self.breaks.values()))  # refuses what cannot be
+        self.damage, self.seconds, self.model_seconds = Damage(), list[float](), 0.0
+        self.doors, self.why_not = None, "restart=False"
+        if config.restart:
+            try:
+                self.doors, self.why_not = Doors(self.model, stream_map, inputs), ""
+            except NoDoorsError as reason:
+                self.why_not = str(reason)
+
+    def groups(self) -> list[list[int]]:
+        """The floors that share a pass."""
+        n = self.config.together
+        return [self.floors[i : i + n] for i in range(0, len(self.floors), n)]
+
+    def start(self, floor: int) -> int:
+        """The block at which the pass of a break begins."""
+        if self.doors is None:
+            return 0
+        return floor + 1 if self._passes_by(floor) else floor
+
+    def _passes_by(self, floor: int) -> bool:
+        one = self.breaks[floor]
+        return isinstance(one, Skip) and one.part == "block" and one.positions is None and one.rows is None
+
+    def run_clean(self, inputs: Inputs) -> Clean:
+        """Run the whole model and keep its states and prediction."""
+        states: dict[int, Tensor] = {}
+
+        def keep(number: int, state: Tensor) -> None:
+            states[number] = state.detach().clone()
+
+        begin = time.perf_counter()
+        self.seconds = []
+        with ExitStack() as stack:
+            mode = InterveneMode(self.model, self.map, [], keep)
+            for one in (torch.no_grad(), torch.compiler.set_stance("force_eager"), mode.tracker, mode):
+                stack.enter_context(one)
+            if self.doors is not None:
+                stack.enter_context(self.doors.passing(0, {}, _ignore, self.seconds))
+            output = self.model(**inputs)
+        self.model_seconds = time.perf_counter() - begin
+        return Clean(states, self._logits(output), batch_of(inputs))
+
+    def measure_itself(self, clean: Clean) -> None:
+        """Compare the whole model's prediction with itself, for the time it takes."""
+        if clean.top is not None:
+            clean.top.compare(clean.top.p)
+
+    def run_broken(self, inputs: Inputs, clean: Clean, group: list[int]) -> None:
+        """Run one pass for the breaks of a group, each on rows of its own."""
+        num_rows = clean.states[0].shape[0]
+        rows = {f: range(i * num_rows, (i + 1) * num_rows) for i, f in enumerate(group)}
+        active = [self._on_rows(f, rows[f]) for f in group if self.doors is None or not self._passes_by(f)]
+        hosts = {f: self._host(clean, f) for f in group}
+
+        def see(number: int, state: Tensor) -> None:
+            for floor in group:
+                if number > floor:
+                    piece = state.detach()[rows[floor].start : rows[floor].stop]
+                    self.damage.add_state(floor, number, piece, clean, hosts[floor])
+
+        with ExitStack() as stack:
+            mode = InterveneMode(self.model, self.map, active, see if self.doors is None else None)
+            for one in (torch.no_grad(), torch.compiler.set_stance("force_eager")):
+                stack.enter_context(one)
+            if mode.edits:
+                stack.enter_context(mode.tracker)
+                stack.enter_context(mode)
+            if self.doors is not None:
+                self._enter_at(stack, self.doors, mode, clean, rows, see)
+            output = self.model(**_repeated(inputs, num_rows, len(group)))
+        logits = self._logits(output)
+        for floor in group:
+            piece = None if logits is None else logits[rows[floor].start : rows[floor].stop]
+            self.damage.add_top(floor, piece, clean, hosts[floor], self._last_broken(floor))
+
+    def _enter_at(
+        self,
+        stack: ExitStack,
+        doors: Doors,
+        mode: InterveneMode,
+        clean: Clean,
+        rows: Mapping[int, range],
+        see: Callable[[int, Tensor], None],
+    ) -> None:
+        first = min(self.start(f) for f in rows)
+        mode.allow_missing(range(first))
+        entries: dict[int, list[tuple[range, Tensor]]] = {}
+        for floor, place in rows.items():
+            entries.setdefault(self.start(floor), []).append((place, clean.states[floor]))
+
+        def on_state(number: int, state: Tensor) -> None:
+            if number < self.num_blocks:
+                mode.note_entry(number, state)
+            see(number, state)
+
+        stack.enter_context(doors.passing(first, entries, on_state))
+
+    def _on_rows(self, floor: int, rows: range) -> Intervention:
+        one = self.breaks[floor]
+        inside = one.rows
+        chosen = rows if inside is None else range(rows.start + inside.start, rows.start + inside.stop)
+        return dataclasses.replace(one, rows=chosen)
+
+    def _last_broken(self, floor: int) -> int:
+        """The last broken position, -1 where all are measured."""
+        if not self.config.future_only:
+            return -1
+        positions = self.breaks[floor].positions
+        if not positions or min(positions) < 0:
+            raise ConfigError(
+                "future_only needs breaks at named positions, counted from 0, such as positions=[5]."
+            )
+        return max(positions)
+
+    def _host(self, clean: Clean, floor: int) -> HostBatch:
+        """The tokens that are measured."""
+        if not clean.batch.mask.numel():
+            raise ConfigError("a sweep needs inputs with token ids or a mask, which say what is a token.")
+        host, after = clean.batch.host, self._last_broken(floor)
+        if after < 0:
+            return host
+        num_positions = clean.batch.mask.shape[1]
+        rest, first = (places[places % num_positions > after] for places in (host.rest, host.first))
+        return dataclasses.replace(host, rest=rest, first=first)
+
+    def _logits(self, output: Any) -> Tensor | None:
+        if self.map.output == "last_hidden_state":
+            return None
+        found = output[self.map.output] if isinstance(output, Mapping) else output
+        found = found[0] if isinstance(found, tuple | list) else getattr(found, "logits", found)
+        return found if isinstance(found, Tensor) and found.ndim == 3 else None
+
+
+def _ignore(number: int, state: Tensor) -> None:
+    """For a pass whose states are seen elsewhere."""
+
+
+def _repeated(inputs: Inputs, num_rows: int, times: int) -> dict[str, Any]:
+    """Give every break its copy of the batch."""
+    if times == 1:
+        return dict(inputs)
+    return {
+        name: value.repeat(times, *[1] * (value.ndim - 1))
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == num_rows
+        else value
+        for name, value in inputs.items()
+    }
