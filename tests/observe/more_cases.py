@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from cases import VOCAB, WIDTH, Case, base, from_class, tokens
+from small_models import VOCAB, WIDTH, Case, base, from_class, tokens
 
 _GQA = {"num_key_value_heads": 2}
 
@@ -140,6 +140,12 @@ MORE: dict[str, Case] = {
         "GPTBigCodeConfig",
         {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 4, "n_head": 4},
         note="one key and value head",
+    ),
+    "ctrl": _case(
+        "CTRLLMHeadModel",
+        "CTRLConfig",
+        {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 4, "n_head": 4, "dff": 96, "n_positions": 64},
+        note="the embedding scaled in place",
     ),
     "dinov2": _case(
         "Dinov2Model", "Dinov2Config", _VISION, inputs=_pixels, note="a learned scale on every write"

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import transformers
-from cases import (
+from handmade import HANDMADE, DenseStack, HandCase, OuterResidual, PreBlock
+from more_cases import MORE
+from small_models import (
     BATCH,
     VOCAB,
     WIDTH,
@@ -30,8 +32,6 @@ from cases import (
     shake,
     tokens,
 )
-from handmade import HANDMADE, DenseStack, HandCase, OuterResidual, PreBlock
-from more_cases import MORE
 from torch import nn
 
 from mainstem.connections import make_scheme, scheme_names

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from agreement import Row, error
-from cases import base, tokens
 from families import make_model
+from small_models import base, tokens
 from spliced import Family, attention, compare, feed_forward
 from torch import Tensor
 from zoo import CASES, REFUSED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -25,11 +26,22 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
+class _Open(threading.local):
+    """The trackers of this thread, innermost last; global hooks fire for all of them and in all threads."""
+
+    def __init__(self) -> None:
+        self.trackers: list[FrameTracker] = []
+
+
+_OPEN = _Open()
+
+
 class FrameTracker:
     """Follows which module call is innermost, through PyTorch's global module hooks.
 
     The hooks are not on any module, so hook tables of the model and of other people are untouched; they are
-    removed on exit, after an exception too.
+    removed on exit, after an exception too. A pass within a pass (a reducer that records) is the inner
+    tracker's alone.
     """
 
     def __init__(self, model: nn.Module):
@@ -49,7 +61,13 @@ class FrameTracker:
         """All open module calls, outermost first."""
         return tuple(self._stack)
 
+    @property
+    def _is_innermost(self) -> bool:
+        return bool(_OPEN.trackers) and _OPEN.trackers[-1] is self
+
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._is_innermost:
+            return
         path = self._names.get(id(module))
         if path is None:  # a module made on the fly belongs to whoever made it
             parent = self.current.path
@@ -58,10 +76,11 @@ class FrameTracker:
         self._calls[path] += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
+        if self._is_innermost and self._stack:
             self._stack.pop()
 
     def __enter__(self) -> FrameTracker:
+        _OPEN.trackers.append(self)
         self._handles = [
             torch_module.register_module_forward_pre_hook(self._enter),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
@@ -71,6 +90,7 @@ class FrameTracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _OPEN.trackers.remove(self)
         for handle in self._handles:
             handle.remove()
         self._stack.clear()

@@ -462,9 +462,10 @@ class _MapBuilder:
             f"no residual stream was found in {model_name}: of {len(self.chain.states)} tensors that every "
             f"path from the embedding to {self.output!r} passes, no two in a row have just one sublayer of "
             f"one block between them; the longest stretch without such a tensor holds {size} calls. A model "
-            "whose sublayers read the outputs of many earlier ones (depth attention, dense connections), or "
-            "that adds its embedding again after its last block, has no single state between its blocks and "
-            f"cannot be mapped. {_INSTEAD} If it keeps one cache tensor for all blocks (RWKV), pass "
+            "whose sublayers read the outputs of many earlier ones (depth attention, dense connections), "
+            "whose blocks each read the embedding again (per-layer inputs: Gemma 3n, Gemma 4), or that adds "
+            "it again after its last block, has no single state between its blocks and cannot be mapped. "
+            f"{_INSTEAD} If it keeps one cache tensor for all blocks (RWKV), pass "
             "use_cache=False."
         )
 

@@ -114,6 +114,12 @@ class _LedgerRecorder(Recorder):
         self.rows: dict[str, Tensor] = {}
         self.final: Tensor | None = None
         self.embedded = torch.empty(0)
+        self._source: Tensor | None = None
+
+    def on_call(self, key: CallKey) -> None:
+        """Copy the source: what follows may scale it in place (CTRL)."""
+        if key == self.map.source.call:
+            self._source = self.calls[key].made[0].clone()
 
     def on_join(self, site: Site, event: SublayerEvent) -> None:
         """Carry the rows over the join and add what was written."""
@@ -154,7 +160,7 @@ class _LedgerRecorder(Recorder):
     def _open(self) -> None:
         """Start the rows: what is linear in the source, what is added to it, and norms' biases."""
         path, end = self.map.front_path, self.map.sites[0].before.call
-        source = self.calls[self.map.source.call].made[0]
+        source = self.calls[self.map.source.call].made[0] if self._source is None else self._source
         nothing = torch.zeros_like(source)
         start = self.map.source.call
         embed = self._walk(path, start, source, False, end)

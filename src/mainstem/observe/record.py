@@ -236,6 +236,7 @@ class Recorder(TorchFunctionMode):
         if is_inplace(func):
             self._rescue(args[0])
         self.calls[key], out = Call.run(key.function, func, args, kwargs)
+        self.on_call(key)
         if key in self.watch.joins:
             self._join(self.map.sites[self.watch.joins[key]])
         if key in self.watch.thens:
@@ -267,6 +268,9 @@ class Recorder(TorchFunctionMode):
         self.on_join(site, event)
         if site.after.call == site.join.call:
             self._leave(site, after)
+
+    def on_call(self, key: CallKey) -> None:
+        """For subclasses."""
 
     def on_join(self, site: Site, event: SublayerEvent) -> None:
         """For subclasses."""
