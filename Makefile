@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table connections-table connections-cost stream-dtype claims bench bench-monitor hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures connections-table connections-cost stream-dtype claims bench bench-monitor hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,9 @@ check-report: $(CHECKED)  ## docs/check-report.md: what mainstem check finds, th
 
 identity-table: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder  ## docs/identity-table.md: the books of every architecture tested
 	@$(RUN) benchmarks.identity_table
+
+architectures: $(VENV)/.dev  ## docs/architectures.md: every language model class of transformers, tried small
+	@$(RUN) benchmarks.architectures
 
 connections-table: $(VENV)/.dev  ## docs/connections.md: every scheme, its start, its costs, its gradients
 	@$(RUN) benchmarks.connections_table
