@@ -106,6 +106,14 @@ def audit(
     device: DeviceOption = None,
     revision: RevisionOption = None,
     lens: Annotated[bool, typer.Option(help="Read every block out with the model's own head.")] = True,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="Questions to answer, of books, growth, writes, identity, answer, removal, signals.",
+            show_default="all",
+            metavar="NAME,...",
+        ),
+    ] = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,6 +139,7 @@ def audit(
         device=device,
         revision=revision,
         lens=lens,
+        only=tuple(name.strip() for name in only.split(",")) if only else (),
         trust_remote_code=trust_remote_code,
     )
     if model is None:

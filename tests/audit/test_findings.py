@@ -12,6 +12,7 @@ from tiny_models import config, make
 
 from mainstem.audit import AuditResult, BlockFigures, run_audit
 from mainstem.audit.findings import make_findings
+from mainstem.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,10 @@ def test_questions_have_the_house_words(llama: AuditResult) -> None:
         (1, "Do the books balance?"),
         (2, "How does the stream grow?"),
         (3, "What does each sublayer write?"),
+        (4, "Is the word still there?"),
         (5, "When does the answer form?"),
         (7, "Which blocks can go?"),
+        (8, "Do learning signals get down?"),
     ]
     everything = " ".join(f.question + f.finding for f in llama.findings)
     assert "floor" not in everything
@@ -86,7 +89,7 @@ def test_nothing_carried_and_no_lens(tmp_path: Path) -> None:
     assert said(run_audit(config(make("no_residual", tmp_path))))[3] == (
         "Nothing is carried: each sublayer replaces the stream."
     )
-    assert set(said(run_audit(config(make("encoder", tmp_path))))) == {1, 2, 3, 7}
+    assert set(said(run_audit(config(make("encoder", tmp_path))))) == {1, 2, 3, 4, 7}
 
 
 def test_nothing_finite(llama: AuditResult) -> None:
@@ -146,3 +149,26 @@ def test_who_writes_against_the_stream(llama: AuditResult) -> None:
 def test_the_blocks_of_least_influence_come_first(llama: AuditResult) -> None:
     text = said(with_blocks(llama, *({"block_influence": c} for c in (0.3, 0.1, 0.2))))[7]
     assert text.startswith("Least influence (1 - cosine): blocks 1, 2, 0;")
+
+
+def test_the_word_and_the_signal(llama: AuditResult) -> None:
+    shares = with_blocks(llama, *({"nearest_embedding": s, "gradient_norm": g} for s, g in SHARES))
+    found = said(shares)
+    assert "100% of 12 positions before block 0, 75% after it and 25% after the last block" in found[4]
+    assert found[4].endswith(
+        "; below half first after block 2 (always naming the commonest token: 33%); "
+        "100% of the embedding is carried to the top."
+    )
+    assert found[8].endswith("it is largest after block 1 (9).")
+
+
+SHARES = ((0.75, 2.0), (0.5, 9.0), (0.25, 1.0))
+
+
+def test_only_what_is_asked_is_looked_for(tmp_path: Path) -> None:
+    result = run_audit(config(make("llama", tmp_path), only=("growth", "signals")))
+    assert [f.number for f in result.findings] == [2, 8]
+    assert result.identity is None
+    assert result.effective_depth is None
+    with pytest.raises(ConfigError, match="there is no question 'grows'"):
+        config(tmp_path, only=("grows",))

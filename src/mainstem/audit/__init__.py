@@ -1,7 +1,7 @@
 """The main job: plan, run, and an `AuditResult` in a versioned, documented schema. Needs the extra
 ``[hf]``."""
 
-from mainstem.audit.config import AuditConfig
+from mainstem.audit.config import QUESTIONS, AuditConfig
 from mainstem.audit.result import (
     SCHEMA,
     AngularDistance,
@@ -9,12 +9,15 @@ from mainstem.audit.result import (
     BlockFigures,
     BooksSummary,
     Finding,
+    Gradient,
+    Identity,
     Loss,
     Outlier,
 )
 from mainstem.audit.run import audit_windows, map_of, run_audit
 
 __all__ = [
+    "QUESTIONS",
     "SCHEMA",
     "AngularDistance",
     "AuditConfig",
@@ -22,6 +25,8 @@ __all__ = [
     "BlockFigures",
     "BooksSummary",
     "Finding",
+    "Gradient",
+    "Identity",
     "Loss",
     "Outlier",
     "audit_windows",

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mainstem.audit._probes import Probed
+from mainstem.audit.config import QUESTIONS
 from mainstem.audit.findings import make_findings
-from mainstem.audit.result import AngularDistance, AuditResult, BlockFigures, BooksSummary, Loss, Outlier
+from mainstem.audit.result import (
+    AngularDistance,
+    AuditResult,
+    BlockFigures,
+    BooksSummary,
+    Gradient,
+    Identity,
+    Loss,
+    Outlier,
+)
 from mainstem.measure import (
     AbsorptionResult,
     AngularDistanceResult,
@@ -19,6 +30,8 @@ from mainstem.measure import (
     Split,
     StreamNormResult,
     WriteSizeResult,
+    effective_depth,
+    random_walk_angle,
 )
 from mainstem.observe import Books, StreamMap
 
@@ -26,7 +39,7 @@ from mainstem.observe import Books, StreamMap
 class _Results:
     """The default reducers' results by name, each with its type."""
 
-    def __init__(self, results: Mapping[str, Any], lens: LensResult | None):
+    def __init__(self, results: Mapping[str, Any], lens: LensResult | None, probed: Probed):
         self.norms: StreamNormResult = results["stream_norms"]
         self.writes: WriteSizeResult = results["write_sizes"]
         self.influence: BlockInfluenceResult = results["block_influence"]
@@ -35,6 +48,8 @@ class _Results:
         self.absorbed: AbsorptionResult = results["rounding_absorption"]
         self.nonfinite: NonFiniteResult = results["first_nonfinite"]
         self.lens = lens
+        self.identity, self.gradients = probed.identity, probed.gradients
+        self.carried_share = probed.carried_share
 
 
 def assemble(
@@ -44,16 +59,25 @@ def assemble(
     reducers: Mapping[str, Any],
     lens: LensResult | None,
     loss: LossSums | None,
+    probed: Probed,
     books: Books,
     tolerance: float,
     decode: Callable[[int], str],
 ) -> AuditResult:
     """Put the parts of an audit together."""
-    found = _Results(reducers, lens)
+    found = _Results(reducers, lens, probed)
     provenance["sampling"] = {
         "angular_distance": f"the last token of each of {found.angles.num_tokens} windows",
         "absorbed": f"every {found.absorbed.every}. position, {found.absorbed.num_tokens} tokens",
     }
+    if found.identity is not None:
+        provenance["sampling"]["nearest_embedding"] = (
+            f"every {found.identity.every}. position, {found.identity.num_tokens} tokens"
+        )
+        provenance["sampling"]["carried_share"] = "the first window"
+    if found.gradients is not None:
+        provenance["sampling"]["gradient_norm"] = f"the first window, {found.gradients.num_tokens} tokens"
+    provenance["notes"].extend(probed.notes)
     blocks = tuple(_block(i, stream_map, found) for i in range(len(stream_map.blocks)))
     outliers = tuple(o for i in range(len(blocks)) if (o := _outlier(i, found, decode)) is not None)
     distances = found.angles.distances
@@ -78,10 +102,36 @@ def assemble(
         outliers=outliers,
         blocks=blocks,
         angular_distance=AngularDistance(distances=distances, best=best),
+        identity=_identity(found),
+        gradient=_gradient(found),
+        effective_depth=None if lens is None else effective_depth([s.kl.all for s in lens.states[1:]]),
         first_nonfinite=None if first is None else first.to_dict(),
         findings=(),
     )
-    return make_findings(result)
+    asked = {QUESTIONS[name] for name in provenance["options"]["only"] or QUESTIONS}
+    return make_findings(result, asked)
+
+
+def _identity(found: _Results) -> Identity | None:
+    if found.identity is None:
+        return None
+    return Identity(
+        nearest_before=found.identity.states[0].nearest.rest,
+        majority=found.identity.majority.rest,
+        carried_share=found.carried_share,
+        tokens=found.identity.num_tokens,
+    )
+
+
+def _gradient(found: _Results) -> Gradient | None:
+    gradients = found.gradients
+    if gradients is None:
+        return None
+    return Gradient(
+        norm_before=gradients.states[0].norm.rest,
+        bottom_to_top=gradients.bottom_to_top,
+        tokens=gradients.num_tokens,
+    )
 
 
 def _block(index: int, stream_map: StreamMap, found: _Results) -> BlockFigures:
@@ -115,6 +165,9 @@ def _block(index: int, stream_map: StreamMap, found: _Results) -> BlockFigures:
         lens_kl=lens.kl.all if lens is not None else None,
         lens_reverse_kl=lens.reverse_kl.all if lens is not None else None,
         lens_top1=lens.top1.all if lens is not None else None,
+        random_walk_angle=random_walk_angle(writes.total_ratio.rest) if carried else None,
+        nearest_embedding=found.identity.states[index + 1].nearest.rest if found.identity else None,
+        gradient_norm=found.gradients.states[index + 1].norm.rest if found.gradients else None,
         first={
             "block_influence": influence.influence.first,
             "attn_write_ratio": _ratio(writes, "attn", "first"),

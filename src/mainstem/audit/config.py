@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from mainstem.errors import ConfigError
 
+QUESTIONS = {"books": 1, "growth": 2, "writes": 3, "identity": 4, "answer": 5, "removal": 7, "signals": 8}
+"""Names of the questions that an audit can be limited to, and their numbers (docs/design.md, section 8)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditConfig:
@@ -26,6 +29,9 @@ class AuditConfig:
         trust_remote_code: whether a hub model may run Python code of its own.
         lens: whether to read every state out with the model's own head (a second pass with one head a block).
         rounding_every: look at every k-th position for what a 16-bit stream would absorb; 1 is exact.
+        identity_every: look at every k-th position for the nearest embedding; 1 is exact.
+        only: names of `QUESTIONS` to answer, none for all. The pass that checks the books is always made;
+            a lens, a nearest embedding and a gradient only where their question is asked.
     """
 
     model: str
@@ -41,17 +47,27 @@ class AuditConfig:
     trust_remote_code: bool = False
     lens: bool = True
     rounding_every: int = 32
+    identity_every: int = 8
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 2:
             raise ConfigError(f"an audit of {self.tokens} token(s) was asked for; at least 2 are needed.")
         if self.window < 2:
             raise ConfigError(f"a window of {self.window} token(s) was asked for; it must hold at least 2.")
-        for name in ("batch_size", "rounding_every"):
+        for name in ("batch_size", "rounding_every", "identity_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.pad_side not in ("right", "left"):
             raise ConfigError(f"pad_side is {self.pad_side!r}; it must be 'right' or 'left'.")
+
+        unknown = [name for name in self.only if name not in QUESTIONS]
+        if unknown:
+            raise ConfigError(f"there is no question {unknown[0]!r}; it must be of {', '.join(QUESTIONS)}.")
+
+    def asks(self, question: str) -> bool:
+        """Say whether a question of `QUESTIONS` is to be answered."""
+        return not self.only or question in self.only
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices as plain values."""

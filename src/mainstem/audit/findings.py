@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mainstem.audit.result import AuditResult, Finding
 from mainstem.measure import growth_per_block
@@ -13,16 +13,23 @@ KINDS = {"attn": "attention", "cross_attn": "cross-attention", "mlp": "feed-forw
 """Kinds of writes that have a ratio of their own, in words."""
 
 
-def make_findings(result: AuditResult) -> AuditResult:
-    """Return the result with a finding for every question it has figures for (docs/design.md, section 8)."""
+def make_findings(result: AuditResult, asked: Collection[int] | None = None) -> AuditResult:
+    """Return the result with a finding for every question it has figures for (docs/design.md, section 8).
+
+    Args:
+        result: the figures.
+        asked: numbers of the questions to answer, None for all.
+    """
     questions: list[tuple[int, str, Callable[[AuditResult], str | None]]] = [
         (1, "Do the books balance?", _books),
         (2, "How does the stream grow?", _growth),
         (3, "What does each sublayer write?", _writes),
+        (4, "Is the word still there?", _identity),
         (5, "When does the answer form?", _answer),
         (7, "Which blocks can go?", _removal),
+        (8, "Do learning signals get down?", _signals),
     ]
-    found = [(n, question, make(result)) for n, question, make in questions]
+    found = [(n, question, make(result)) for n, question, make in questions if asked is None or n in asked]
     findings = tuple(Finding(number=n, question=q, finding=text) for n, q, text in found if text)
     return dataclasses.replace(result, findings=findings)
 
@@ -113,6 +120,40 @@ def _writes(result: AuditResult) -> str | None:
     return f"{what} beside the stream it joins: {', '.join(parts)}{tail}."
 
 
+def _identity(result: AuditResult) -> str | None:
+    shares = [_or_nan(b.nearest_embedding) for b in result.blocks]
+    if result.identity is None or not math.isfinite(shares[-1]):
+        return None
+    text = (
+        f"A token's own embedding is the nearest to the stream at {_percent(result.identity.nearest_before)} "
+        f"of {result.identity.tokens:,} positions before block 0, {_percent(shares[0])} after it"
+    )
+    if len(shares) > 1:
+        text += f" and {_percent(shares[-1])} after the last block"
+        lost = next((i for i, share in enumerate(shares) if share < 0.5), None)
+        text += f"; below half first after block {lost}" if lost else ""
+    text += f" (always naming the commonest token: {_percent(result.identity.majority)})"
+    if result.identity.carried_share is not None:
+        text += f"; {_percent(result.identity.carried_share)} of the embedding is carried to the top"
+    return text + "."
+
+
+def _signals(result: AuditResult) -> str | None:
+    gradient = result.gradient
+    if gradient is None or not math.isfinite(gradient.bottom_to_top):
+        return None
+    norms = [(_or_nan(b.gradient_norm), b.block) for b in result.blocks]
+    if not all(math.isfinite(norm) for norm, _ in norms):
+        return None
+    largest, block = max(norms)
+    return (
+        f"The gradient of the loss with respect to the stream is {_number(gradient.norm_before)} a token "
+        f"before block 0 and {_number(norms[-1][0])} after the last block, a ratio of "
+        f"{_number(gradient.bottom_to_top)}; "
+        f"of all blocks it is largest after block {block} ({_number(largest)})."
+    )
+
+
 def _answer(result: AuditResult) -> str | None:
     if not any(b.lens_top1 is not None for b in result.blocks):
         return None
@@ -134,7 +175,20 @@ def _answer(result: AuditResult) -> str | None:
             f"; one block before the end KL(final || lens) is {_number(kl)} nats and "
             f"{_percent(agree[-2])} of the top words agree"
         )
-    return text + "."
+    return text + _depth(result) + "."
+
+
+def _depth(result: AuditResult) -> str:
+    depth = result.effective_depth
+    if depth is None or not math.isfinite(depth.area):
+        return ""
+    places = [
+        f"{_percent(c.threshold)} at block {c.first}"
+        + (f" (for good at {c.settled})" if c.settled != c.first else "")
+        for c in depth.crossings
+        if c.first is not None
+    ]
+    return f"; KL falls below shares of its largest: {', '.join(places)}; area {_number(depth.area)}"
 
 
 def _removal(result: AuditResult) -> str | None:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mainstem.measure import EffectiveDepth
+
 SCHEMA = "mainstem.audit/1"
 
 
@@ -94,6 +96,12 @@ class BlockFigures:
         lens_kl: mean over all tokens of ``KL(p_final || p_lens)`` of the state after the block, nats;
             ``lens_reverse_kl`` the other direction; ``lens_top1``: share of tokens with the model's own top
             word.
+        random_walk_angle: angular distance that a random write of the block's mean size would give,
+            ``arctan(write_ratio) / pi``.
+        nearest_embedding: share of the sampled tokens whose own embedding is nearest to ``h_{l+1}`` by
+            cosine; None where it was not looked for.
+        gradient_norm: mean of ``|dL/dh_{l+1}|`` over the first window's tokens, L its summed loss; None
+            where there was no backward pass.
         first: figures of the first tokens alone.
     """
 
@@ -120,6 +128,9 @@ class BlockFigures:
     lens_kl: float | None
     lens_reverse_kl: float | None
     lens_top1: float | None
+    random_walk_angle: float | None
+    nearest_embedding: float | None
+    gradient_norm: float | None
     first: Mapping[str, float | None]
 
 
@@ -134,6 +145,39 @@ class AngularDistance:
 
     distances: Sequence[Sequence[float]]
     best: Sequence[Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Whether the word is still there, beside the figures by block.
+
+    Attributes:
+        nearest_before: share before block 0 of the tokens whose own embedding is nearest.
+        majority: share that always naming the commonest of these tokens would get.
+        carried_share: mean over the first window of ``<row, e> / <e, e>``, e the embedding as it enters block
+            0 and row what the ledger carries of it to the top; None where the ledger was refused.
+        tokens: tokens looked at.
+    """
+
+    nearest_before: float
+    majority: float
+    carried_share: float | None
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """Gradient of the loss with respect to the stream, beside the figures by block.
+
+    Attributes:
+        norm_before: mean of ``|dL/dh_0|``, before block 0.
+        bottom_to_top: ``norm_before`` over the last block's ``gradient_norm``.
+        tokens: real tokens of the window.
+    """
+
+    norm_before: float
+    bottom_to_top: float
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +200,8 @@ class AuditResult:
         outliers: one entry a block.
         blocks: one entry a block.
         angular_distance: all block sizes.
+        identity: question 4, None where it was not answered; ``gradient``: question 8 likewise.
+        effective_depth: the lens's KL over the blocks in a few figures, None without a lens.
         first_nonfinite: where a NaN or infinity came first, None where all is finite.
         findings: by question.
     """
@@ -166,6 +212,9 @@ class AuditResult:
     outliers: Sequence[Outlier]
     blocks: Sequence[BlockFigures]
     angular_distance: AngularDistance
+    identity: Identity | None
+    gradient: Gradient | None
+    effective_depth: EffectiveDepth | None
     first_nonfinite: Mapping[str, Any] | None
     findings: Sequence[Finding]
 

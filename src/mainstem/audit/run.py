@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from mainstem.audit._assemble import assemble
 from mainstem.audit._checks import check_device, check_vocabulary, clear_failures, window_that_fits
+from mainstem.audit._probes import Probes
 from mainstem.audit._provenance import provenance_of, speaks
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import AuditResult
@@ -108,6 +110,7 @@ def audit_windows(
         reducers={r.name: r.result() for r in job.reducers},
         lens=job.lens.result() if job.lens is not None else None,
         loss=job.loss if job.predicts_next else None,
+        probed=job.probes.close(),
         books=job.books,
         tolerance=job.tolerance,
         decode=_decoder(loaded.tokenizer),
@@ -125,7 +128,8 @@ class _Job:
         self._maps: dict[tuple[Any, ...], StreamMap] = {}
         self.stream_map = self._map_for(next(iter(windows)))
         self.reducers: list[Reducer] = default_reducers(rounding_every=config.rounding_every)
-        self.lens = LogitLens() if config.lens and speaks(self.stream_map) else None
+        self.lens = LogitLens() if config.lens and config.asks("answer") and speaks(self.stream_map) else None
+        self.probes = Probes(self.model, str(loaded.provenance.get("kind")), self.stream_map, config)
         self.loss = LossSums()
         self.books = Books()
         dtypes = {p.dtype for p in self.model.parameters()} & TOLERANCE.keys()
@@ -135,17 +139,28 @@ class _Job:
         """Read the text."""
         total = len(self.windows)
         for done, window in enumerate(self.windows):
+            if done == 0:
+                self._first_window(window.to(self.model.device))
             self.tell("reading the stream", done, total)
             self._batch(window.to(self.model.device))
         self.tell("reading the stream", total, total)
+
+    def _first_window(self, window: WindowBatch) -> None:
+        one = dataclasses.replace(
+            window,
+            input_ids=window.input_ids[:1],
+            attention_mask=window.attention_mask[:1],
+            position_ids=window.position_ids[:1],
+        )
+        batch = Batch(mask=one.attention_mask.bool(), token_ids=one.input_ids)
+        self.probes.window(self._inputs(one), self._map_for(one), batch, self.tolerance)
 
     def _batch(self, window: WindowBatch) -> None:
         inputs, stream_map = self._inputs(window), self._map_for(window)
         mask = window.attention_mask.bool()
         batch = Batch(mask=mask, token_ids=window.input_ids, first_sequence=window.first_sequence)
-        seen = record(
-            self.model, inputs, stream_map, self.reducers, batch=batch, keep_tail=self.lens is not None
-        )
+        reducers = [*self.reducers, *([self.probes.nearest] if self.probes.nearest is not None else [])]
+        seen = record(self.model, inputs, stream_map, reducers, batch=batch, keep_tail=self.lens is not None)
         self._check(seen.books)
         logits = seen.output.get(self.stream_map.output)
         if self.predicts_next and isinstance(logits, Tensor):

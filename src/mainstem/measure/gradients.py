@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import numpy as np
@@ -83,7 +84,7 @@ class StreamGradients(Reducer):
                 )
             self._num_states += 1
             if state > 0:
-                x.register_hook(lambda grad, state=state: self._take(state, grad))
+                x.register_hook(functools.partial(self._take, state))
 
     def _take(self, state: int, grad: Tensor) -> None:
         self._found[state] = token_norm(grad).cpu().double().numpy()
