@@ -34,7 +34,7 @@ EXTRAS = ["transformers", "datasets", "rich", "typer", "accelerate", "gguf", "hu
 
 
 def room_of(path: Path) -> str:
-    """``src/mainstem/audit/run.py`` -> ``audit``; ``src/mainstem/cli.py`` -> ``cli``."""
+    """``src/mainstem/audit/run.py`` -> ``audit``; ``src/mainstem/errors.py`` -> ``errors``."""
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
