@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mainstem.errors import ConfigError
-from mainstem.intervene import Noise, Scale, Skip, SweepConfig, SweepResult, Zero, plan_sweep, sweep
+from mainstem.intervene import (
+    Noise,
+    Scale,
+    Skip,
+    SweepConfig,
+    SweepResult,
+    Zero,
+    plan_sweep,
+    removal_loss,
+    sweep,
+)
 from mainstem.observe import find_stream
 
 
@@ -60,6 +70,55 @@ def test_restarted_equals_full_passes_to_the_bit(config: dict[str, Any]) -> None
     assert one.to_dict()["floors"] == other.to_dict()["floors"]
     assert all(f.states[-1].change.all > 1e-4 for f in one.floors[:-1])
     assert [len(f.states) for f in one.floors] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("broken", "num_states"),
+    [
+        (lambda b: Noise(blocks=[b - 1], size=0.5), [4, 3, 2]),
+        (lambda b: Skip(blocks=[b - 1, b]), [4, 3, 2]),
+        (lambda b: Skip(blocks=[0, b]), [4, 4, 4]),
+        (lambda b: Scale(blocks=[b, 0], factor=2.0), [4, 4, 4]),
+    ],
+    ids=["the block below", "a run of two", "block 0 and another", "two, the higher first"],
+)
+def test_a_break_acts_where_its_own_blocks_say(broken: Any, num_states: list[int]) -> None:
+    one, other = both({"broken": broken, "floors": [1, 2, 3]})
+    assert one.to_dict()["floors"] == other.to_dict()["floors"]
+    assert [len(f.states) for f in one.floors] == num_states
+    shared, _ = both({"broken": broken, "floors": [1, 2, 3], "together": 2})
+    for a, b in zip(one.floors, shared.floors, strict=True):
+        assert a.kl.all == pytest.approx(b.kl.all, rel=1e-4)
+
+
+@torch.no_grad()
+def test_loss_of_the_shorter_model() -> None:
+    model, x = bare(), ids()
+    found = find_stream(model, {"input_ids": x})
+    sets = [(1, 2), (0, 3), (3, 2), (0, 1, 2, 3)]
+    told: list[tuple[int, int]] = []
+    removals = removal_loss(model, [{"input_ids": x}], found, sets, lambda *step: told.append(step))
+    assert [r.blocks for r in removals] == [(1, 2), (0, 3), (2, 3), (0, 1, 2, 3)]
+    assert told == [(i + 1, 5) for i in range(5)]
+    targets = x[:, 1:].flatten()
+    whole = model(x)
+    loss = functional.cross_entropy(whole[:, :-1].flatten(0, 1), targets)
+    for removal in removals:
+        shorter = bare()
+        shorter.blocks = nn.ModuleList(b for i, b in enumerate(shorter.blocks) if i not in removal.blocks)
+        logits = shorter(x)
+        nll = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
+        assert removal.nll == pytest.approx(float(nll), rel=1e-10)
+        assert removal.nll_delta == pytest.approx(float(nll - loss), rel=1e-9)
+        kl = functional.kl_div(logits.log_softmax(-1), whole.softmax(-1), reduction="none").sum(-1)
+        assert removal.kl.all == pytest.approx(float(kl.mean()), rel=1e-9)
+        assert removal.top1.all == pytest.approx(
+            float((logits.argmax(-1) == whole.argmax(-1)).double().mean())
+        )
+    with pytest.raises(ConfigError, match="block 4 is not one"):
+        removal_loss(model, [{"input_ids": x}], found, [(3, 4)])
+    with pytest.raises(ConfigError, match="no blocks to remove"):
+        removal_loss(model, [{"input_ids": x}], found, [])
 
 
 def test_breaks_that_share_a_pass() -> None:

@@ -37,8 +37,9 @@ class FloorDamage(Result):
     """What breaking one block does.
 
     Attributes:
-        floor: number of the block.
-        states: every state above it.
+        floor: number of the block, or whatever the sweep's ``floors`` named.
+        states: every state above the lowest block that the break acts at; none where the top alone is
+            measured.
         kl: mean over tokens of ``KL(p || p')``, nats, ``p`` the whole model's prediction.
         top1: share of tokens whose most likely word stays the same.
         nll: mean loss of the next token, nats; ``nll_delta`` is that minus the whole model's, on the same

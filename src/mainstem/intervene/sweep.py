@@ -33,12 +33,14 @@ class SweepConfig:
     """What a sweep does.
 
     Attributes:
-        broken: the intervention for a block, such as ``lambda b: Noise(blocks=[b], size=1.0)``.
-        floors: which blocks are broken; all when not given.
+        broken: the intervention for a block, such as ``lambda b: Noise(blocks=[b], size=1.0)``. It may act at
+            other blocks, or at several: where it begins is where its own ``blocks`` say.
+        floors: what ``broken`` is asked for, one number a break; every block when not given.
         future_only: measure only at positions beyond the last one that is broken (which must be named).
         together: how many breaks share one pass, each with rows of its own. More than 1 pays where a pass is
             so small that its overhead counts; the lowest block of a group is where all of them begin.
         restart: begin at the broken block, from the cached state, where the model allows it.
+        states: measure the states above the break; else the top alone.
     """
 
     broken: Break = _skip
@@ -46,6 +48,7 @@ class SweepConfig:
     future_only: bool = False
     together: int = 1
     restart: bool = True
+    states: bool = True
 
     def __post_init__(self) -> None:
         if self.together < 1:
@@ -219,11 +222,23 @@ class _Runner:
         """The block at which the pass of a break begins."""
         if self.doors is None:
             return 0
-        return floor + 1 if self._passes_by(floor) else floor
+        return self._lowest(floor) + self._passed_by(floor)
 
-    def _passes_by(self, floor: int) -> bool:
-        one = self.breaks[floor]
-        return isinstance(one, Skip) and one.part == "block" and one.positions is None and one.rows is None
+    def _lowest(self, floor: int) -> int:
+        """The lowest block that a break acts at: the state that enters it is the whole model's."""
+        return min(self.breaks[floor].blocks)
+
+    def _first_changed(self, floor: int) -> int:
+        """The first state above the break that the pass makes."""
+        return max(self._lowest(floor) + 1, self.start(floor))
+
+    def _passed_by(self, floor: int) -> int:
+        """How many blocks, from the lowest on, the state only passes by."""
+        one, lowest = self.breaks[floor], self._lowest(floor)
+        if not isinstance(one, Skip) or (one.part, one.positions, one.rows) != ("block", None, None):
+            return 0
+        above = (n for n in range(lowest, self.num_blocks + 1) if n not in one.blocks)
+        return next(above) - lowest
 
     def run_clean(self, inputs: Inputs) -> Clean:
         """Run the whole model and keep its states and prediction."""
@@ -253,17 +268,22 @@ class _Runner:
         """Run one pass for the breaks of a group, each on rows of its own."""
         num_rows = clean.states[0].shape[0]
         rows = {f: range(i * num_rows, (i + 1) * num_rows) for i, f in enumerate(group)}
-        active = [self._on_rows(f, rows[f]) for f in group if self.doors is None or not self._passes_by(f)]
+        active = [one for f in group if (one := self._on_rows(f, rows[f])) is not None]
         hosts = {f: self._host(clean, f) for f in group}
+        measured = group if self.config.states else []
+        for floor in measured:  # between blocks that are passed over together
+            for number in range(self._lowest(floor) + 1, self._first_changed(floor)):
+                self.damage.add_state(floor, number, clean.states[self._lowest(floor)], clean, hosts[floor])
 
         def see(number: int, state: Tensor) -> None:
-            for floor in group:
-                if number > floor:
+            for floor in measured:
+                if number >= self._first_changed(floor):
                     piece = state.detach()[rows[floor].start : rows[floor].stop]
                     self.damage.add_state(floor, number, piece, clean, hosts[floor])
 
         with ExitStack() as stack:
-            mode = InterveneMode(self.model, self.map, active, see if self.doors is None else None)
+            seen = see if self.doors is None and self.config.states else None
+            mode = InterveneMode(self.model, self.map, active, seen)
             for one in (torch.no_grad(), torch.compiler.set_stance("force_eager")):
                 stack.enter_context(one)
             if mode.edits:
@@ -290,7 +310,7 @@ class _Runner:
         mode.allow_missing(range(first))
         entries: dict[int, list[tuple[range, Tensor]]] = {}
         for floor, place in rows.items():
-            entries.setdefault(self.start(floor), []).append((place, clean.states[floor]))
+            entries.setdefault(self.start(floor), []).append((place, clean.states[self._lowest(floor)]))
 
         def on_state(number: int, state: Tensor) -> None:
             if number < self.num_blocks:
@@ -299,11 +319,13 @@ class _Runner:
 
         stack.enter_context(doors.passing(first, entries, on_state))
 
-    def _on_rows(self, floor: int, rows: range) -> Intervention:
+    def _on_rows(self, floor: int, rows: range) -> Intervention | None:
+        """The break at its rows of the pass, without the blocks that are passed over; None for none."""
         one = self.breaks[floor]
         inside = one.rows
         chosen = rows if inside is None else range(rows.start + inside.start, rows.start + inside.stop)
-        return dataclasses.replace(one, rows=chosen)
+        blocks = [b for b in one.blocks if b >= self.start(floor)]
+        return dataclasses.replace(one, rows=chosen, blocks=blocks) if blocks else None
 
     def _last_broken(self, floor: int) -> int:
         """The last broken position, -1 where all are measured."""
