@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from mainstem.errors import SourceError
-from mainstem.sources import TextSource, load_text, make_windows
+from mainstem.sources import TextSource, WindowStream, load_text, make_windows
 from mainstem.sources import _tokens as tokens_module
 from mainstem.sources._tokens import first_tokens
 
@@ -95,9 +96,9 @@ def test_segments_give_the_tokens_of_the_whole(
     words = gpl_text.read_text("utf-8")[:9000] + " 🌊🌊 naïve зима 雪が降る " * 20 + " " * 300 + "the end"
     whole = tokenizer(words, add_special_tokens=False)["input_ids"]
     text = load_text(words, kind="literal")
-    stitched = tokens_module._Stitcher(tokenizer, tokens_module._Reader(text), 777).run()
-    assert stitched is not None  # no need here of tokenising a growing prefix again and again
-    assert list(stitched.ids) == whole[:777]
+    # Without an error: no need here of tokenising a growing prefix again and again.
+    stitcher = tokens_module._Stitcher(tokenizer, tokens_module._Reader(text), 777)
+    assert [token for piece in stitcher.pieces() for token in piece][:777] == whole[:777]
     found = first_tokens(tokenizer, text, limit)
     assert list(found.ids) == whole[:limit]
     assert found.whole_text == (limit is None or limit >= len(whole))
@@ -271,3 +272,66 @@ def test_an_encoder_reads_the_batches(bert_folder: Path, tokenizer: PreTrainedTo
     model = BertForMaskedLM.from_pretrained(bert_folder)
     (batch,) = make_windows(tokenizer, "aaaa", num_tokens=2, window=4)
     assert set(batch.to("cpu").inputs_for(model)) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.usefixtures("tiny_segments")
+@pytest.mark.parametrize("kind", ["bytes", "unsplit"])
+@pytest.mark.parametrize("limit", [None, 49, 400])
+@pytest.mark.parametrize("first", ["none", "e"])
+def test_a_stream_gives_the_same_batches(
+    tokenizers_of_all_kinds: dict[str, Any], gpl_text: Path, kind: str, limit: int | None, first: str
+) -> None:
+    tokenizer, text = tokenizers_of_all_kinds[kind], load_text(gpl_text.read_text("utf-8")[:5000])
+    cut: dict[str, Any] = {"num_tokens": limit, "window": 7, "batch_size": 3, "first_token": first}
+    whole, stream = make_windows(tokenizer, text, **cut), WindowStream(tokenizer, text, **cut)
+    for _ in range(2):  # as often as wanted
+        for one, other in zip(whole, stream, strict=True):
+            assert torch.equal(one.input_ids, other.input_ids)
+            assert torch.equal(one.attention_mask, other.attention_mask)
+            assert (one.first_sequence, one.num_added) == (other.first_sequence, other.num_added)
+        assert stream.provenance == whole.provenance
+        assert stream.expected_batches == len(whole)
+
+
+def test_a_stream_holds_a_segment_however_long_the_text(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens and characters handed out so far are gone: what is held after 10 segments is held after 40."""
+    for name, value in {"_SEGMENT": 4000, "_MARGIN": 100, "_OVERLAP": 100}.items():
+        monkeypatch.setattr(tokens_module, name, value)
+
+    def held(num_segments: int) -> int:
+        pieces = [TEXT] * (4000 * num_segments // len(TEXT))
+        text = TextSource(kind="dataset", name="long", documents=lambda: [pieces])
+        stream = WindowStream(tokenizer, text, num_tokens=None, window=50)
+        tracemalloc.start()
+        for _ in stream:
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    held(2)
+    assert held(40) < 1.1 * held(10)
+
+
+def test_a_stream_that_ends_too_early(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(SourceError, match=r"is 1 token\(s\) long; at least two"):
+        list(WindowStream(tokenizer, load_text("a", kind="literal")))
+
+
+@pytest.mark.usefixtures("tiny_segments")
+def test_a_stream_never_mixes_two_ways_to_cut(gpl_text: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A tokenizer that looks back over everything: no two segments agree, and what was handed out was wrong."""
+
+    class LooksBack:
+        is_fast = True
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            ids = [(len(text) // 300 + ord(c)) % 300 for c in text]
+            return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(len(text))]}
+
+    text = load_text(gpl_text.read_text("utf-8")[:3000])
+    assert len(first_tokens(LooksBack(), text, None).ids) == 3000
+    with pytest.raises(SourceError, match="cannot be read piece by piece"):
+        list(tokens_module.TokenStream(LooksBack(), text, None))

@@ -13,6 +13,7 @@ from ._cache import cache_root, cached_folder, is_whole, write_manifest
 from ._extras import quiet_datasets, quiet_transformers, require, versions
 from ._models import LoadedModel, load_model
 from ._packaged import PACKAGED, PACKAGED_TEXTS, TWINS, PackagedModel
+from ._stream import WindowStream
 from ._texts import TextSource, load_text
 from ._windows import WindowBatch, Windows, make_windows
 
@@ -24,6 +25,7 @@ __all__ = [
     "PackagedModel",
     "TextSource",
     "WindowBatch",
+    "WindowStream",
     "Windows",
     "cache_root",
     "cached_folder",

@@ -1,4 +1,4 @@
-"""The first tokens of a text, without tokenising more of it than they need.
+"""The tokens of a text as they are asked for, without tokenising more of it than they need.
 
 The tokens are those of the whole text: a text is tokenised in overlapping segments, and a segment is taken up
 where its tokens and their places agree with the last ones taken from the segment before. Tokens close to a
@@ -11,7 +11,10 @@ import bisect
 import dataclasses
 import hashlib
 from array import array
+from collections.abc import Iterator
 from typing import Any
+
+from mainstem.errors import SourceError
 
 from ._texts import TextSource
 
@@ -46,7 +49,7 @@ class _Reader:
         self._chunks = text.chunks()
         self._digest = hashlib.sha256()
         self._rest = ""  # of the last piece
-        self.num_chars = 0
+        self.num_chars = self.num_bytes = 0
         self.ended = False
 
     def more(self, num_chars: int) -> str:
@@ -61,16 +64,23 @@ class _Reader:
             held += len(piece)
         joined = "".join(pieces)
         taken, self._rest = joined[:num_chars], joined[num_chars:]
-        self._digest.update(taken.encode())
+        data = taken.encode()
+        self._digest.update(data)
+        self.num_bytes += len(data)
         self.num_chars += len(taken)
         return taken
+
+    @property
+    def sha256(self) -> str:
+        """Of what was handed out, as UTF-8."""
+        return self._digest.hexdigest()
 
     def tokens(self, ids: array[int], limit: int | None) -> Tokens:
         complete = self.ended and (limit is None or len(ids) <= limit)
         return Tokens(
             ids=ids if limit is None else ids[:limit],
             whole_text=complete,
-            sha256=self._digest.hexdigest(),
+            sha256=self.sha256,
             num_chars_read=self.num_chars,
         )
 
@@ -88,10 +98,81 @@ def first_tokens(tokenizer: Any, text: TextSource, limit: int | None) -> Tokens:
         limit: number of tokens, or None.
     """
     if getattr(tokenizer, "is_fast", False):
-        found = _Stitcher(tokenizer, _Reader(text), limit).run()
-        if found is not None:
-            return found
+        reader, ids = _Reader(text), array("q")
+        try:
+            for piece in _Stitcher(tokenizer, reader, limit).pieces():
+                ids.extend(piece)
+            return reader.tokens(ids, limit)
+        except _NoSeamError:
+            pass
     return _by_prefix(tokenizer, _Reader(text), limit)
+
+
+class TokenStream:
+    """The same tokens, a segment's worth at a time: what is held does not grow with the text.
+
+    Only a slow tokenizer, or one whose segments do not agree, needs the text whole.
+
+    Args:
+        tokenizer, text, limit: as for `first_tokens`.
+
+    Attributes:
+        num_tokens: how many were handed out in the iteration that is under way or done.
+        whole_text: whether the text's end was seen and no token of it left out.
+        sha256, num_chars_read: of the text read so far.
+    """
+
+    def __init__(self, tokenizer: Any, text: TextSource, limit: int | None):
+        self._tokenizer, self._text, self._limit = tokenizer, text, limit
+        self._reader = _Reader(text)
+        self.num_tokens = 0
+        self.whole_text = False
+
+    @property
+    def sha256(self) -> str:
+        """Hex SHA-256 of the text read so far, as UTF-8."""
+        return self._reader.sha256
+
+    @property
+    def num_chars_read(self) -> int:
+        """Characters of the text read so far."""
+        return self._reader.num_chars
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Their length as UTF-8."""
+        return self._reader.num_bytes
+
+    def __iter__(self) -> Iterator[array[int]]:
+        """Yield the tokens from the first on.
+
+        Raises:
+            SourceError: tokens that were handed out turn out to be others in the whole text.
+        """
+        self._reader, self.num_tokens, self.whole_text = _Reader(self._text), 0, False
+        digest = hashlib.sha256()
+        try:
+            if not getattr(self._tokenizer, "is_fast", False):
+                raise _NoSeamError
+            for piece in _Stitcher(self._tokenizer, self._reader, self._limit).pieces():
+                room = len(piece) if self._limit is None else self._limit - self.num_tokens
+                self.whole_text = self._reader.ended and len(piece) <= room
+                self.num_tokens += min(len(piece), room)
+                digest.update(piece[:room].tobytes())
+                yield piece[:room]
+        except _NoSeamError:
+            self._reader = _Reader(self._text)
+            found = _by_prefix(self._tokenizer, self._reader, self._limit)
+            given = found.ids[: self.num_tokens]
+            if hashlib.sha256(given.tobytes()).digest() != digest.digest():
+                raise SourceError(
+                    f"The tokens of {self._text.name!r} depend on text further on than this tokenizer's "
+                    "segments reach, so it cannot be read piece by piece. Give a number of tokens, or a "
+                    "shorter text."
+                ) from None
+            rest = found.ids[self.num_tokens :]
+            self.num_tokens, self.whole_text = len(found.ids), found.whole_text
+            yield rest
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -113,36 +194,49 @@ def _by_prefix(tokenizer: Any, reader: _Reader, limit: int | None) -> Tokens:
     return reader.tokens(array("q", encode(tokenizer, prefix)), limit)
 
 
+class _NoSeamError(Exception):
+    """Two segments do not agree on the tokens where they meet."""
+
+
 class _Stitcher:
     """Tokenises a text segment by segment; positions are characters from the text's beginning."""
 
     def __init__(self, tokenizer: Any, reader: _Reader, limit: int | None):
         self._tokenizer, self._reader, self._limit = tokenizer, reader, limit
         self._size = _SEGMENT if limit is None else min(_SEGMENT, max(_SMALLEST, 6 * limit))
-        self._ids: array[int] = array("q")
         self._tail: list[tuple[int, int, int]] = []  # the last tokens taken: start, end, id
         self._buffer, self._base = "", 0
 
-    def run(self) -> Tokens | None:
-        """All tokens up to the limit, or None where two segments do not agree."""
+    def pieces(self) -> Iterator[array[int]]:
+        """Yield the tokens of each segment, until there are as many as the limit, or more.
+
+        Raises:
+            _NoSeamError: two segments do not agree.
+        """
+        taken = 0
         while True:
             self._buffer += self._reader.more(self._size)
             spans = self._spans(self._buffer)
             begin = self._resume(spans)
             if begin is None:
-                return None
+                raise _NoSeamError
             end = len(spans) if self._reader.ended else self._last_safe(spans, begin)
             if end == begin and not self._reader.ended:
                 self._size *= 2  # one token, or one character of many tokens, fills the segment
                 continue
-            self._ids.extend(token for _, _, token in spans[begin:end])
-            if self._reader.ended:
-                return self._reader.tokens(self._ids, self._limit)
-            if self._limit is not None and len(self._ids) >= self._limit:
-                same = self._spans(self._buffer[: -(_MARGIN // 2)])[:end] == spans[:end]
-                return self._reader.tokens(self._ids, self._limit) if same else None
+            taken += end - begin
+            is_last = self._reader.ended or (self._limit is not None and taken >= self._limit)
+            if is_last and not self._reader.ended and not self._holds(spans[:end]):
+                raise _NoSeamError
+            yield array("q", (token for _, _, token in spans[begin:end]))
+            if is_last:
+                return
             self._tail = spans[max(0, end - _AGREE) : end]
             self._drop_before(spans[end - 1][1] - _OVERLAP)
+
+    def _holds(self, spans: list[tuple[int, int, int]]) -> bool:
+        """Whether a shorter buffer gives the same tokens."""
+        return self._spans(self._buffer[: -(_MARGIN // 2)])[: len(spans)] == spans
 
     def _spans(self, text: str) -> list[tuple[int, int, int]]:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

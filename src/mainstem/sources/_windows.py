@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mainstem.errors import SourceError
 
 from ._texts import TextSource, load_text
-from ._tokens import Tokens, encode, first_tokens
+from ._tokens import Tokens, TokenStream, encode, first_tokens
 
 PadSide = Literal["right", "left"]
 
@@ -109,30 +109,31 @@ class Windows:
     def __iter__(self) -> Iterator[WindowBatch]:
         """Yield the batches in the order of the text."""
         for first in range(0, self.num_windows, self.batch_size):
-            yield self._batch(first, min(first + self.batch_size, self.num_windows))
+            last = min(first + self.batch_size, self.num_windows)
+            rows = [self.token_ids[i * self.step : (i + 1) * self.step] for i in range(first, last)]
+            yield pad_rows(rows, first, self.first_token_id, self.pad_side, self.pad_id)
 
-    def _batch(self, first: int, last: int) -> WindowBatch:
-        rows = [self._row(index) for index in range(first, last)]
-        length = max(row.numel() for row in rows)
-        ids = torch.full((len(rows), length), self.pad_id, dtype=torch.int64)
-        mask = torch.zeros((len(rows), length), dtype=torch.int64)
-        for index, row in enumerate(rows):
-            place = slice(0, row.numel()) if self.pad_side == "right" else slice(length - row.numel(), length)
-            ids[index, place] = row
-            mask[index, place] = 1
-        return WindowBatch(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(-1) - 1).clamp(min=0) * mask,
-            first_sequence=first,
-            num_added=int(self.first_token_id is not None),
-        )
 
-    def _row(self, index: int) -> Tensor:
-        row = self.token_ids[index * self.step : (index + 1) * self.step]
-        if self.first_token_id is None:
-            return row
-        return torch.cat([torch.tensor([self.first_token_id]), row])
+def pad_rows(
+    rows: list[Tensor], first_sequence: int, first_token_id: int | None, pad_side: PadSide, pad_id: int
+) -> WindowBatch:
+    """Return windows of the text's tokens as one batch."""
+    if first_token_id is not None:
+        rows = [torch.cat([torch.tensor([first_token_id]), row]) for row in rows]
+    length = max(row.numel() for row in rows)
+    ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
+    mask = torch.zeros((len(rows), length), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        place = slice(0, row.numel()) if pad_side == "right" else slice(length - row.numel(), length)
+        ids[index, place] = row
+        mask[index, place] = 1
+    return WindowBatch(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0) * mask,
+        first_sequence=first_sequence,
+        num_added=int(first_token_id is not None),
+    )
 
 
 def make_windows(
@@ -168,6 +169,47 @@ def make_windows(
         SourceError: no tokenizer, fewer than two tokens of text, or a first token that the tokenizer does not
             have.
     """
+    check_choices(tokenizer, num_tokens, window, batch_size, pad_side)
+    source = load_text(text, kind="literal") if isinstance(text, str) else text
+    first_id = first_token_id_of(tokenizer, first_token)
+    tokens = first_tokens(tokenizer, source, num_tokens)
+    if len(tokens.ids) < 2:
+        raise too_short(source.name, len(tokens.ids))
+    windows = Windows(
+        token_ids=torch.tensor(tokens.ids, dtype=torch.int64),
+        window=window,
+        batch_size=batch_size,
+        first_token_id=first_id,
+        pad_side=pad_side,
+        pad_id=pad_id_of(tokenizer),
+        provenance={},
+    )
+    says = provenance_of(
+        source,
+        tokenizer,
+        tokens,
+        num_tokens=windows.num_tokens,
+        num_windows=windows.num_windows,
+        first_ids=windows.token_ids[:6].tolist(),
+        requested_tokens=num_tokens,
+        window=window,
+        batch_size=batch_size,
+        first_token=first_token,
+        first_token_id=first_id,
+        pad_side=pad_side,
+        pad_id=windows.pad_id,
+    )
+    return dataclasses.replace(windows, provenance=says)
+
+
+def check_choices(
+    tokenizer: Any, num_tokens: int | None, window: int, batch_size: int, pad_side: str
+) -> None:
+    """Refuse what no windows can be cut by.
+
+    Raises:
+        SourceError: no tokenizer, or a choice out of range.
+    """
     if tokenizer is None:
         raise SourceError(
             "The model comes without a tokenizer, so a text cannot be cut into tokens: add tokenizer.json."
@@ -181,32 +223,14 @@ def make_windows(
             raise SourceError(f"{what} is {value}; it must be at least {least}.")
     if pad_side not in ("right", "left"):
         raise SourceError(f"pad_side is {pad_side!r}; it must be 'right' or 'left'.")
-    source = load_text(text, kind="literal") if isinstance(text, str) else text
-    first_id = _first_token_id(tokenizer, first_token)
-    tokens = first_tokens(tokenizer, source, num_tokens)
-    if len(tokens.ids) < 2:
-        raise SourceError(
-            f"The text {source.name!r} is {len(tokens.ids)} token(s) long; at least two are needed."
-        )
-    windows = Windows(
-        token_ids=torch.tensor(tokens.ids, dtype=torch.int64),
-        window=window,
-        batch_size=batch_size,
-        first_token_id=first_id,
-        pad_side=pad_side,
-        pad_id=_pad_id(tokenizer),
-        provenance={},
-    )
-    says = _provenance(windows, source, tokens, tokenizer)
-    says.update(
-        requested_tokens=num_tokens,
-        first_token=first_token,
-        first_token_policy=_policy(first_token, first_id),
-    )
-    return dataclasses.replace(windows, provenance=says)
 
 
-def _first_token_id(tokenizer: Any, first_token: str) -> int | None:
+def too_short(name: str, num_tokens: int) -> SourceError:
+    """The error of a text of fewer than two tokens."""
+    return SourceError(f"The text {name!r} is {num_tokens} token(s) long; at least two are needed.")
+
+
+def first_token_id_of(tokenizer: Any, first_token: str) -> int | None:
     if first_token == "none":
         return None
     if first_token in ("bos", "eos"):
@@ -232,33 +256,39 @@ def _policy(first_token: str, first_id: int | None) -> str:
     return f"each window begins with token {first_id} ({first_token}), which is not part of the text"
 
 
-def _pad_id(tokenizer: Any) -> int:
+def pad_id_of(tokenizer: Any) -> int:
     for name in ("pad_token_id", "eos_token_id"):
         if (found := getattr(tokenizer, name, None)) is not None:
             return int(found)
     return 0
 
 
-def _provenance(windows: Windows, source: TextSource, tokens: Tokens, tokenizer: Any) -> dict[str, Any]:
+def provenance_of(
+    source: TextSource,
+    tokenizer: Any,
+    read: Tokens | TokenStream,
+    *,
+    first_ids: list[int],
+    first_token: str,
+    first_token_id: int | None,
+    **choices: Any,
+) -> dict[str, Any]:
+    """Return JSON-ready facts about windows; ``choices`` go in as they are."""
     whole = source.sha256()
-    first_ids = windows.token_ids[:6].tolist()
     return {
         "text": {
             **source.provenance,
-            "sha256": whole or tokens.sha256,
+            "sha256": whole or read.sha256,
             "sha256_of": "the whole text, as UTF-8"
             if whole
-            else f"its first {tokens.num_chars_read} characters, as UTF-8",
+            else f"its first {read.num_chars_read} characters, as UTF-8",
         },
         "tokenizer": type(tokenizer).__name__,
-        "num_tokens": windows.num_tokens,
-        "whole_text": tokens.whole_text,
-        "num_windows": windows.num_windows,
-        "window": windows.window,
-        "batch_size": windows.batch_size,
-        "first_token_id": windows.first_token_id,
-        "pad_side": windows.pad_side,
-        "pad_id": windows.pad_id,
+        "whole_text": read.whole_text,
+        **choices,
+        "first_token": first_token,
+        "first_token_id": first_token_id,
+        "first_token_policy": _policy(first_token, first_token_id),
         "first_ids": first_ids,
         "first_tokens": [str(token) for token in tokenizer.convert_ids_to_tokens(first_ids)],
     }
