@@ -18,6 +18,7 @@ class WriteMeans(Reducer):
     """
 
     name = "write_means"
+    saved = ("_sums", "_counts")
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, str], Tensor] = {}

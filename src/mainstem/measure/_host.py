@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import math
 import pickle
-from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mainstem.measure._results import Split
+from mainstem.measure._state import storable
 from mainstem.measure.events import Batch, BlockEvent, HostBatch, Reducer
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
@@ -43,6 +44,15 @@ class HostReducer(Reducer):
         # sums.
         whole = vars(self) if self._undo is None else vars(pickle.loads(self._undo))
         return {**whole, "_waiting": {}, "_undo": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what complete passes have left; see `Reducer.state_dict`."""
+        return super().state_dict() if self._undo is None else pickle.loads(self._undo).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what was seen; a pass that is under way is dropped."""
+        super().load_state_dict(state)
+        self._undo, self._waiting = None, {}
 
     def update(self, event: BlockEvent) -> None:
         """Take in one block; block 0 begins a pass and drops what one that broke off has left."""
@@ -98,6 +108,7 @@ def _stack(tensors: Sequence[Tensor]) -> NDArray[Any]:
     return torch.stack(list(tensors)).cpu().numpy()
 
 
+@storable
 class SplitSums:
     """Sums and counts in fp64, the first tokens and the rest apart, for any number of named figures."""
 
@@ -122,6 +133,17 @@ class SplitSums:
         """Add another's sums."""
         for key, sums in other._sums.items():
             self._add(key, sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names and ``[names, 4]`` fp64 sums and weights."""
+        return {"names": self.names, "sums": np.array(list(self._sums.values())).reshape(-1, 4)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return the sums that gave this state."""
+        made = cls()
+        made._sums = dict(zip(state["names"], state["sums"].tolist(), strict=True))
+        return made
 
     @property
     def names(self) -> list[Any]:

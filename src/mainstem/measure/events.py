@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mainstem.errors import ConfigError
+from mainstem.measure._state import decode, encode
 from mainstem.measure.geometry import Asked, BlockGeometry, KnownState
 
 
@@ -197,9 +200,11 @@ class Reducer(abc.ABC):
 
     Attributes:
         name: the word its result goes by.
+        saved: names of the attributes that hold what it has seen, for ``state_dict``.
     """
 
     name: ClassVar[str] = ""
+    saved: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def update(self, event: BlockEvent) -> None:
@@ -216,3 +221,29 @@ class Reducer(abc.ABC):
     @abc.abstractmethod
     def result(self) -> Any:
         """Return the figures so far, as a dataclass or a dict of plain numbers and lists."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what complete passes have left, by name: JSON's values, and tensors, in copies.
+
+        Raises:
+            ConfigError: a reducer of this kind keeps no state that could be stored.
+        """
+        if not self.saved:
+            raise ConfigError(
+                f"{type(self).__name__} cannot be stored: it names nothing that it has seen in `saved`."
+            )
+        return {name: encode(getattr(self, name)) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what was seen by what a reducer of the same class and options gave as ``state_dict``.
+
+        Raises:
+            ConfigError: it is of another kind.
+        """
+        if set(state) != set(self.saved):
+            raise ConfigError(
+                f"A state of {', '.join(state)} was given to {type(self).__name__}, which keeps "
+                f"{', '.join(self.saved)}."
+            )
+        for name in self.saved:
+            setattr(self, name, decode(state[name]))

@@ -106,6 +106,7 @@ class LargestActivations(HostReducer):
     """
 
     name = "largest_activations"
+    saved = ("_sketch", "_largest", "_num_states", "_width", "_dtype")
 
     def __init__(self, median_samples: int | None = 4096, median_error: float = 2e-3):
         super().__init__()
@@ -302,6 +303,7 @@ class FirstNonFinite(HostReducer):
     """
 
     name = "first_nonfinite"
+    saved = ("_first", "_num")
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,6 +56,7 @@ class StreamGradients(Reducer):
     """
 
     name = "stream_gradients"
+    saved = ("_sums", "_num_tokens")
 
     def __init__(self) -> None:
         self._sums = SplitSums()

@@ -84,6 +84,7 @@ class NearestEmbedding(Reducer):
     """
 
     name = "nearest_embedding"
+    saved = ("_hits", "_counts")
 
     def __init__(self, embedding: Tensor, *, every: int = 1, chunk_tokens: int = 128):
         if embedding.dim() != 2:

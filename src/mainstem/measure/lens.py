@@ -140,6 +140,7 @@ class LogitLens(Reducer):
     """
 
     name = "logit_lens"
+    saved = ("_sums",)
 
     def __init__(self, *, chunk_tokens: int = 16):
         self.chunk_tokens = require_positive("chunk_tokens", chunk_tokens)

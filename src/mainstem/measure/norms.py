@@ -81,6 +81,7 @@ class StreamNorms(HostReducer):
     """
 
     name = "stream_norms"
+    saved = ("_sums", "_sketch", "_largest")
 
     def __init__(self) -> None:
         super().__init__()

@@ -134,6 +134,7 @@ class RoundingAbsorption(HostReducer):
     """
 
     name = "rounding_absorption"
+    saved = ("_sums", "_left_out", "_num_tokens")
 
     def __init__(self, every: int = 32, dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16)):
         super().__init__()

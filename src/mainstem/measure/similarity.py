@@ -67,6 +67,7 @@ class BlockInfluence(HostReducer):
     """
 
     name = "block_influence"
+    saved = ("_sums",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +143,7 @@ class AngularDistances(Reducer):
     """
 
     name = "angular_distances"
+    saved = ("_sum", "_num_tokens")
 
     def __init__(self, tokens: Literal["last", "rest"] = "last"):
         if tokens not in ("last", "rest"):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mainstem.errors import ConfigError
+from mainstem.measure._state import storable
 
 
+@storable
 class QuantileSketch:
     """Counts in logarithmic buckets, for several independent lanes of non-negative numbers.
 
@@ -125,6 +127,25 @@ class QuantileSketch:
         for lane, counts in enumerate(other._counts):
             if counts.size:
                 self._add(lane, other._offsets[lane], counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of all lanes behind each other, where each begins, and its first bucket."""
+        return {
+            "relative_error": self.relative_error,
+            "special": self._special,
+            "offsets": self._offsets,
+            "sizes": [counts.size for counts in self._counts],
+            "counts": np.concatenate(self._counts),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        """Return the sketch that gave this state."""
+        made = cls(len(state["offsets"]), state["relative_error"])
+        made._special, made._offsets = state["special"], list(state["offsets"])
+        ends = np.cumsum(state["sizes"])[:-1]
+        made._counts = [counts.copy() for counts in np.split(state["counts"], ends)]
+        return made
 
     def count(self, lane: int = 0) -> int:
         """Number of values that have a rank: all but nans."""

@@ -93,6 +93,7 @@ class WriteSizes(HostReducer):
     """
 
     name = "write_sizes"
+    saved = ("_sums",)
 
     def __init__(self) -> None:
         super().__init__()
