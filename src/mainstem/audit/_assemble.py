@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mainstem.audit._probes import Probed
+from mainstem.audit._sweep import Swept
 from mainstem.audit.config import QUESTIONS
 from mainstem.audit.findings import make_findings
 from mainstem.audit.result import (
@@ -60,6 +61,7 @@ def assemble(
     lens: LensResult | None,
     loss: LossSums | None,
     probed: Probed,
+    swept: Swept,
     books: Books,
     tolerance: float,
     decode: Callable[[int], str],
@@ -77,7 +79,11 @@ def assemble(
         provenance["sampling"]["carried_share"] = "the first window"
     if found.gradients is not None:
         provenance["sampling"]["gradient_norm"] = f"the first window, {found.gradients.num_tokens} tokens"
-    provenance["notes"].extend(probed.notes)
+    if swept.damage is not None:
+        provenance["sampling"]["damage"] = (
+            f"the first {swept.damage.windows} windows, {swept.damage.tokens} tokens"
+        )
+    provenance["notes"].extend([*probed.notes, *swept.notes])
     blocks = tuple(_block(i, stream_map, found) for i in range(len(stream_map.blocks)))
     outliers = tuple(o for i in range(len(blocks)) if (o := _outlier(i, found, decode)) is not None)
     distances = found.angles.distances
@@ -107,6 +113,7 @@ def assemble(
         effective_depth=None if lens is None else effective_depth([s.kl.all for s in lens.states[1:]]),
         first_nonfinite=None if first is None else first.to_dict(),
         findings=(),
+        damage=swept.damage,
     )
     asked = {QUESTIONS[name] for name in provenance["options"]["only"] or QUESTIONS}
     return make_findings(result, asked)

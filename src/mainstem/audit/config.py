@@ -7,7 +7,16 @@ from typing import Any, Literal
 
 from mainstem.errors import ConfigError
 
-QUESTIONS = {"books": 1, "growth": 2, "writes": 3, "identity": 4, "answer": 5, "removal": 7, "signals": 8}
+QUESTIONS = {
+    "books": 1,
+    "growth": 2,
+    "writes": 3,
+    "identity": 4,
+    "answer": 5,
+    "damage": 6,
+    "removal": 7,
+    "signals": 8,
+}
 """Names of the questions that an audit can be limited to, and their numbers (docs/design.md, section 8)."""
 
 
@@ -30,6 +39,9 @@ class AuditConfig:
         lens: whether to read every state out with the model's own head (a second pass with one head a block).
         rounding_every: look at every k-th position for what a 16-bit stream would absorb; 1 is exact.
         identity_every: look at every k-th position for the nearest embedding; 1 is exact.
+        sweep: whether to skip every block in turn, which costs about half as many passes as there are blocks;
+            ``only`` asks for it too where it names damage or removal.
+        sweep_windows: of how many of the first windows.
         only: names of `QUESTIONS` to answer, none for all. The pass that checks the books is always made;
             a lens, a nearest embedding and a gradient only where their question is asked.
     """
@@ -48,6 +60,8 @@ class AuditConfig:
     lens: bool = True
     rounding_every: int = 32
     identity_every: int = 8
+    sweep: bool = False
+    sweep_windows: int = 4
     only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,7 +69,7 @@ class AuditConfig:
             raise ConfigError(f"an audit of {self.tokens} token(s) was asked for; at least 2 are needed.")
         if self.window < 2:
             raise ConfigError(f"a window of {self.window} token(s) was asked for; it must hold at least 2.")
-        for name in ("batch_size", "rounding_every", "identity_every"):
+        for name in ("batch_size", "rounding_every", "identity_every", "sweep_windows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.pad_side not in ("right", "left"):
@@ -64,6 +78,13 @@ class AuditConfig:
         unknown = [name for name in self.only if name not in QUESTIONS]
         if unknown:
             raise ConfigError(f"there is no question {unknown[0]!r}; it must be of {', '.join(QUESTIONS)}.")
+        if self.sweep and self.only and not {"damage", "removal"} & set(self.only):
+            raise ConfigError("a sweep answers 'damage' and 'removal'; name one of them in --only.")
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether blocks are skipped in turn."""
+        return self.sweep or bool({"damage", "removal"} & set(self.only))
 
     def asks(self, question: str) -> bool:
         """Say whether a question of `QUESTIONS` is to be answered."""

@@ -26,6 +26,7 @@ def make_findings(result: AuditResult, asked: Collection[int] | None = None) -> 
         (3, "What does each sublayer write?", _writes),
         (4, "Is the word still there?", _identity),
         (5, "When does the answer form?", _answer),
+        (6, "What if a block gives bad advice?", _damage),
         (7, "Which blocks can go?", _removal),
         (8, "Do learning signals get down?", _signals),
     ]
@@ -191,7 +192,36 @@ def _depth(result: AuditResult) -> str:
     return f"; KL falls below shares of its largest: {', '.join(places)}; area {_number(depth.area)}"
 
 
+def _damage(result: AuditResult) -> str | None:
+    damage = result.damage
+    if damage is None:
+        return None
+    found = sorted((b.kl, b.block, b.top1) for b in damage.blocks if math.isfinite(b.kl))
+    parts: list[str] = []
+    if found:
+        (least, mildest, kept), (most, worst, left) = found[0], found[-1]
+        parts.append(
+            f"block {worst} is missed most (KL {_number(most)} nats, {_percent(left)} of the top words stay)"
+        )
+        if len(found) > 1:
+            parts.append(f"block {mildest} least ({_number(least)}, {_percent(kept)})")
+    grown = [b.change[-1] / b.change[0] for b in damage.blocks if len(b.change) > 1 and b.change[0] > 0]
+    if grown and all(map(math.isfinite, grown)):
+        num_more = sum(ratio > 1 for ratio in grown)
+        parts.append(
+            f"on the way to the top the relative change grows for {num_more} of {len(grown)} blocks, x"
+            f"{_number(sorted(grown)[len(grown) // 2])} at the median"
+        )
+    if not parts:
+        return None
+    stopped = "" if damage.finished else " (stopped before the end)"
+    return f"Skipped one at a time on {damage.tokens:,} tokens{stopped}: {'; '.join(parts)}."
+
+
 def _removal(result: AuditResult) -> str | None:
+    measured = _measured_removal(result)
+    if measured is not None:
+        return measured
     ranked = sorted((b.block_influence, b.block) for b in result.blocks if math.isfinite(b.block_influence))
     if not ranked:
         return None
@@ -212,6 +242,43 @@ def _removal(result: AuditResult) -> str | None:
         verb = "creates or erases" if len(switching) == 1 else "create or erase"
         text += f"; {_ranges(switching)} {verb} a massive activation, so influence misjudges them"
     return text + ". These scores are guesses until the loss without the blocks is measured."
+
+
+def _measured_removal(result: AuditResult) -> str | None:
+    """Cheap scores against the measured loss, or None where none was measured of all blocks."""
+    damage = result.damage
+    if damage is None or not damage.finished or len(damage.blocks) < 2:
+        return None
+    losses = [_or_nan(b.removal_loss) for b in damage.blocks]
+    influences = [b.block_influence for b in result.blocks]
+    if not all(map(math.isfinite, [*losses, *influences])):
+        return None
+    by_loss, by_influence = (sorted(range(len(x)), key=x.__getitem__) for x in (losses, influences))
+    least = ", ".join(f"{b} ({losses[b]:+.3f})" for b in by_loss[:3])
+    text = f"Least loss without it, nats a token on {damage.tokens:,} tokens: block {least}"
+    guesses = [
+        f"{name} {correlation:.2f}"
+        for name, correlation in (
+            ("influence (1 - cosine)", damage.influence_correlation),
+            ("angular distance", damage.angle_correlation),
+        )
+        if correlation is not None
+    ]
+    text += f"; rank correlation of the loss with {' and with '.join(guesses)}" if guesses else ""
+    names = {"block_influence": "least influence", "angular_distance": "least angular distance"}
+    plans = [
+        f"{names.get(plan.score, 'least loss each')} ({_ranges(plan.blocks)}) {plan.removal_loss:+.3f}"
+        for plan in damage.plans
+    ]
+    text += f"; {len(damage.plans[0].blocks)} together, by {', '.join(plans)}" if plans else ""
+    switching = [
+        f"block {b} ({losses[b]:+.3f}; {by_influence.index(b) + 1}. of {len(losses)} by influence, "
+        f"{by_loss.index(b) + 1}. by loss)"
+        for b in _switches(result)
+    ]
+    verb = "creates or erases" if len(switching) == 1 else "create or erase"
+    text += f"; {', '.join(switching)} {verb} a massive activation" if switching else ""
+    return text + "."
 
 
 def _switches(result: AuditResult) -> list[int]:

@@ -181,6 +181,72 @@ class Gradient:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockDamage:
+    """What skipping one block does; the stream passes it by.
+
+    Attributes:
+        block: 0-based number.
+        removal_loss: mean loss of the next token without the block minus that with it, nats; None for a model
+            that does not predict the next token.
+        kl: mean over all tokens of ``KL(p || p')``, nats, p' the prediction without the block; ``top1``:
+            share of them whose top word stays. nan without an output head.
+        change: mean of ``|h' - h| / |h|`` of each state above, from the one after this block on, over all
+            tokens but the first of each window; ``cosine``: of ``cos(h', h)``.
+    """
+
+    block: int
+    removal_loss: float | None
+    kl: float
+    top1: float
+    change: Sequence[float]
+    cosine: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemovalPlan:
+    """Blocks that a score would remove together, and what that costs.
+
+    Attributes:
+        score: ``block_influence`` or ``removal_loss``: those of least; ``angular_distance``: the run of it.
+        blocks: which.
+        removal_loss, kl, top1: as of `BlockDamage`.
+    """
+
+    score: str
+    blocks: Sequence[int]
+    removal_loss: float
+    kl: float
+    top1: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Damage:
+    """Every block skipped in turn.
+
+    Attributes:
+        windows: the first of the text, that it was measured on; ``tokens``: real ones in them.
+        passes: forward passes made; ``restarted``: whether they began at the skipped block.
+        finished: False where it was stopped; then some blocks are missing, or are of fewer windows.
+        blocks: one entry a block.
+        influence_correlation, angle_correlation: Spearman's rank correlation of ``removal_loss`` (of ``kl``
+            where there is none) with ``block_influence`` and ``angular_distance_next``; None for fewer than 3
+            blocks or where a figure is not finite.
+        plans: a tenth of the blocks removed together, as each score would choose them; empty for fewer than 6
+            blocks or without a loss.
+    """
+
+    windows: int
+    tokens: int
+    passes: int
+    restarted: bool
+    finished: bool
+    blocks: Sequence[BlockDamage]
+    influence_correlation: float | None
+    angle_correlation: float | None
+    plans: Sequence[RemovalPlan]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
     """One question of the audit and what was found, in a sentence."""
 
@@ -201,6 +267,7 @@ class AuditResult:
         blocks: one entry a block.
         angular_distance: all block sizes.
         identity: question 4, None where it was not answered; ``gradient``: question 8 likewise.
+        damage: question 6, None where no block was skipped.
         effective_depth: the lens's KL over the blocks in a few figures, None without a lens.
         first_nonfinite: where a NaN or infinity came first, None where all is finite.
         findings: by question.
@@ -217,6 +284,7 @@ class AuditResult:
     effective_depth: EffectiveDepth | None
     first_nonfinite: Mapping[str, Any] | None
     findings: Sequence[Finding]
+    damage: Damage | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; a figure that is not finite is None."""

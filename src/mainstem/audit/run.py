@@ -14,6 +14,7 @@ from mainstem.audit._assemble import assemble
 from mainstem.audit._checks import check_device, check_vocabulary, clear_failures, window_that_fits
 from mainstem.audit._probes import Probes
 from mainstem.audit._provenance import provenance_of, speaks
+from mainstem.audit._sweep import Skips
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import AuditResult
 from mainstem.errors import BooksError, StreamNotFoundError
@@ -104,13 +105,16 @@ def audit_windows(
     with torch.no_grad(), clear_failures(loaded.model):
         job = _Job(loaded, windows, config, tell)
         job.run()
+        results = {r.name: r.result() for r in job.reducers}
+        swept = job.skips.run(windows, results)
     return assemble(
         provenance=provenance_of(config, loaded, windows, job.stream_map),
         stream_map=job.stream_map,
-        reducers={r.name: r.result() for r in job.reducers},
+        reducers=results,
         lens=job.lens.result() if job.lens is not None else None,
         loss=job.loss if job.predicts_next else None,
         probed=job.probes.close(),
+        swept=swept,
         books=job.books,
         tolerance=job.tolerance,
         decode=_decoder(loaded.tokenizer),
@@ -130,6 +134,8 @@ class _Job:
         self.reducers: list[Reducer] = default_reducers(rounding_every=config.rounding_every)
         self.lens = LogitLens() if config.lens and config.asks("answer") and speaks(self.stream_map) else None
         self.probes = Probes(self.model, str(loaded.provenance.get("kind")), self.stream_map, config)
+        kind = str(loaded.provenance.get("kind"))
+        self.skips = Skips(self.model, kind, config, self._inputs, self._map_for, tell)
         self.loss = LossSums()
         self.books = Books()
         dtypes = {p.dtype for p in self.model.parameters()} & TOLERANCE.keys()

@@ -48,10 +48,16 @@ def audit(
     device: DeviceOption = None,
     revision: RevisionOption = None,
     lens: Annotated[bool, typer.Option(help="Read every block out with the model's own head.")] = True,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Skip every block in turn, and measure the damage and the loss."),
+    ] = False,
+    sweep_windows: Annotated[int, typer.Option(help="Windows that --sweep uses.", metavar="N")] = 4,
     only: Annotated[
         str | None,
         typer.Option(
-            help="Questions to answer, of books, growth, writes, identity, answer, removal, signals.",
+            help="Questions to answer, of books, growth, writes, identity, answer, damage, removal, signals; "
+            "damage and removal imply --sweep.",
             show_default="all",
             metavar="NAME,...",
         ),
@@ -81,6 +87,8 @@ def audit(
         device=device,
         revision=revision,
         lens=lens,
+        sweep=sweep,
+        sweep_windows=sweep_windows,
         only=tuple(name.strip() for name in only.split(",")) if only else (),
         trust_remote_code=trust_remote_code,
     )
