@@ -1,6 +1,7 @@
 """The main job: plan, run, and an `AuditResult` in a versioned, documented schema. Needs the extra
 ``[hf]``."""
 
+from mainstem.audit._resume import Resume
 from mainstem.audit.config import QUESTIONS, AuditConfig
 from mainstem.audit.result import (
     SCHEMA,
@@ -29,6 +30,7 @@ __all__ = [
     "Identity",
     "Loss",
     "Outlier",
+    "Resume",
     "audit_windows",
     "map_of",
     "run_audit",

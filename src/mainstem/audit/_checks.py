@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mainstem.errors import MainstemError
-from mainstem.sources import Windows
+from mainstem.sources import WindowBatch
 
 
 def check_device(device: str | None) -> None:
@@ -55,7 +55,7 @@ def _num_positions(model: Any) -> int | None:
     return None
 
 
-def check_vocabulary(model: Any, windows: Windows) -> None:
+def check_vocabulary(model: Any, window: WindowBatch) -> None:
     """Refuse tokens that the model has no embedding for.
 
     Raises:
@@ -63,10 +63,10 @@ def check_vocabulary(model: Any, windows: Windows) -> None:
     """
     embedding = model.get_input_embeddings()
     known = getattr(embedding, "num_embeddings", None)
-    ids = [int(windows.token_ids.max()), windows.first_token_id or 0]
-    if isinstance(known, int) and max(ids) >= known:
+    largest = int(window.input_ids.max())
+    if isinstance(known, int) and largest >= known:
         raise MainstemError(
-            f"The tokenizer gives token {max(ids)}, but the model has embeddings for {known} tokens: "
+            f"The tokenizer gives token {largest}, but the model has embeddings for {known} tokens: "
             "they do not belong together. Give the model its own tokenizer."
         )
 

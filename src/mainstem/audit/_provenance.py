@@ -12,11 +12,11 @@ import torch
 import mainstem
 from mainstem.audit.config import AuditConfig
 from mainstem.observe import StreamMap
-from mainstem.sources import LoadedModel, Windows
+from mainstem.sources import LoadedModel, Windows, WindowStream
 
 
 def provenance_of(
-    config: AuditConfig, loaded: LoadedModel, windows: Windows, stream_map: StreamMap
+    config: AuditConfig, loaded: LoadedModel, windows: Windows | WindowStream, stream_map: StreamMap
 ) -> dict[str, Any]:
     """Return the provenance of an audit; the sampling is added when the reducers are done."""
     return {

@@ -14,7 +14,7 @@ from torch import distributed
 from mainstem.errors import MainstemError
 
 _PATIENCE = datetime.timedelta(days=30)
-"""How long a process waits for the others' figures: a launcher ends it sooner where one of them has failed."""
+"""How long a process waits for the others: a launcher ends it sooner where one of them has failed."""
 
 
 @dataclasses.dataclass(frozen=True)

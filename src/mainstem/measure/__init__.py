@@ -7,6 +7,8 @@ over tokens in fp64.
 """
 
 from mainstem.measure._results import Result, Split
+from mainstem.measure._state import from_bytes as state_from_bytes
+from mainstem.measure._state import to_bytes as state_to_bytes
 from mainstem.measure.defaults import default_reducers
 from mainstem.measure.depth import Crossing, EffectiveDepth, effective_depth, random_walk_angle
 from mainstem.measure.events import Batch, BlockEvent, HostBatch, Reducer, SublayerEvent, Write
@@ -116,6 +118,8 @@ __all__ = [
     "nearest_embedding",
     "next_token_loss",
     "random_walk_angle",
+    "state_from_bytes",
+    "state_to_bytes",
     "token_dot",
     "token_largest",
     "token_nll",

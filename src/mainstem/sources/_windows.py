@@ -106,6 +106,11 @@ class Windows:
         """Batches in all."""
         return -(-self.num_windows // self.batch_size)
 
+    @property
+    def expected_batches(self) -> int:
+        """Batches in all; as for a `WindowStream`, which can only expect."""
+        return len(self)
+
     def __iter__(self) -> Iterator[WindowBatch]:
         """Yield the batches in the order of the text."""
         for first in range(0, self.num_windows, self.batch_size):
