@@ -1,13 +1,15 @@
 """Finds the residual stream of any model from its data flow, and records it. Needs torch only."""
 
+from mainstem.observe.attribution import Attribution, attribute
 from mainstem.observe.find import find_stream
 from mainstem.observe.keep import KeepStream
-from mainstem.observe.ledger import Ledger, ledger
+from mainstem.observe.ledger import Ledger, ledger, ledger_and_tail
 from mainstem.observe.map import BlockMap, PathCall, Site, StreamMap, Value, WriteSite
 from mainstem.observe.record import Books, Recording, batch_of, record
 from mainstem.observe.tower_ledger import tower_ledger
 
 __all__ = [
+    "Attribution",
     "BlockMap",
     "Books",
     "KeepStream",
@@ -18,9 +20,11 @@ __all__ = [
     "StreamMap",
     "Value",
     "WriteSite",
+    "attribute",
     "batch_of",
     "find_stream",
     "ledger",
+    "ledger_and_tail",
     "record",
     "tower_ledger",
 ]

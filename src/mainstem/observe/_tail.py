@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,14 +11,16 @@ from torch.utils import _pytree as pytree
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Stands for a tensor that the tail makes, in the arguments of a taped call."""
 
     number: int
 
 
 @dataclasses.dataclass(frozen=True)
-class _Taped:
+class Taped:
+    """A call with a `Slot` for every tensor that depends on the final state, and the slots that it makes."""
+
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -30,10 +32,15 @@ class Tail:
 
     Norm statistics are recomputed for each state; caps, scales and biases of the head are all there, because
     they are the model's own calls. A state must have the shape of the pass that was recorded.
+
+    Attributes:
+        calls: in order; slot 0 is the final state.
+        output: slot of what comes out.
+        shape: of the final state.
     """
 
-    def __init__(self, calls: list[_Taped], output: int):
-        self._calls, self._output = calls, output
+    def __init__(self, calls: list[Taped], output: int, shape: Sequence[int]):
+        self.calls, self.output, self.shape = calls, output, shape
 
     def __call__(self, state: Tensor) -> Tensor:
         """``[batch, pos, (n,) width]`` -> the model's output, ``[batch, pos, vocab]`` for a language
@@ -41,23 +48,23 @@ class Tail:
         made: dict[int, Any] = {0: state}
 
         def fill(x: Any) -> Any:
-            return made[x.number] if isinstance(x, _Slot) else x
+            return made[x.number] if isinstance(x, Slot) else x
 
         last_use = {
             leaf.number: i
-            for i, call in enumerate(self._calls)
+            for i, call in enumerate(self.calls)
             for leaf in pytree.tree_leaves((call.args, call.kwargs))
-            if isinstance(leaf, _Slot)
+            if isinstance(leaf, Slot)
         }
-        for i, call in enumerate(self._calls):
+        for i, call in enumerate(self.calls):
             args, kwargs = pytree.tree_map(fill, (call.args, call.kwargs))
             out = call.func(*args, **kwargs)
             for number, t in zip(call.makes, pytree.tree_leaves(out), strict=True):
                 if number is not None:
                     made[number] = t
-            for number in [n for n in made if last_use.get(n, -1) <= i and n != self._output]:
+            for number in [n for n in made if last_use.get(n, -1) <= i and n != self.output]:
                 del made[number]
-        return made[self._output]
+        return made[self.output]
 
 
 class TailRecorder:
@@ -67,7 +74,7 @@ class TailRecorder:
         self.is_open = False
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
-        self._calls: list[_Taped] = []
+        self._calls: list[Taped] = []
 
     def open(self, state: Tensor) -> None:
         """Begin with the final state."""
@@ -79,11 +86,11 @@ class TailRecorder:
         template = pytree.tree_map(self._template, (args, kwargs))
         out = func(*args, **kwargs)
         makes = pytree.tree_leaves(out)
-        if any(isinstance(leaf, _Slot) for leaf in pytree.tree_leaves(template)) and any(
+        if any(isinstance(leaf, Slot) for leaf in pytree.tree_leaves(template)) and any(
             isinstance(t, Tensor) for t in makes
         ):
             numbers = [self._number(t) if isinstance(t, Tensor) else None for t in makes]
-            self._calls.append(_Taped(func, template[0], template[1], numbers))
+            self._calls.append(Taped(func, template[0], template[1], numbers))
         return out
 
     def close(self, output: Any, name: str) -> Tail | None:
@@ -95,12 +102,13 @@ class TailRecorder:
         numbers = [
             self._numbers[id(t)] for t in candidates if isinstance(t, Tensor) and id(t) in self._numbers
         ]
+        shape = self._alive[0].shape if self._alive else ()
         self._alive.clear()
         self._numbers = {}
-        return Tail(self._calls, numbers[0]) if numbers else None
+        return Tail(self._calls, numbers[0], shape) if numbers else None
 
     def _template(self, x: Any) -> Any:
-        return _Slot(self._numbers[id(x)]) if isinstance(x, Tensor) and id(x) in self._numbers else x
+        return Slot(self._numbers[id(x)]) if isinstance(x, Tensor) and id(x) in self._numbers else x
 
     def _number(self, t: Tensor) -> int:
         if id(t) not in self._numbers:

@@ -16,7 +16,7 @@ from mainstem.observe._frames import FrameTracker, unwrapped
 from mainstem.observe._frozen import apply_frozen
 from mainstem.observe._trace import CallKey
 from mainstem.observe.map import PathCall, Site, StreamMap, Value
-from mainstem.observe.record import Recorder, batch_of, relative_error
+from mainstem.observe.record import Recorder, Recording, batch_of, relative_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +88,22 @@ def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -
     Raises:
         StreamNotFoundError: the pass did not go through the sites of the map.
     """
+    return ledger_and_tail(model, inputs, stream_map, keep_tail=False)[0]
+
+
+def ledger_and_tail(
+    model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap, *, keep_tail: bool = True
+) -> tuple[Ledger, Recording]:
+    """Return the ledger of one pass and what :func:`mainstem.observe.record` would of it; see `ledger`."""
     model = unwrapped(model)
     tracker = FrameTracker(model)
-    recorder = _LedgerRecorder(stream_map, tracker, batch_of(inputs))
+    recorder = _LedgerRecorder(stream_map, tracker, batch_of(inputs), keep_tail=keep_tail)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), tracker, recorder:
         recorder.note_inputs(inputs)
         output = model(**inputs)
     recorder.finish(type(model).__name__, output)
-    return recorder.close()
+    tail = recorder.tail.close(output, stream_map.output) if recorder.tail is not None else None
+    return recorder.close(), Recording(output, recorder.books, tail)
 
 
 class _Step(Protocol):
@@ -105,8 +113,8 @@ class _Step(Protocol):
 class _LedgerRecorder(Recorder):
     """Carries every row along while the model runs."""
 
-    def __init__(self, stream_map: StreamMap, tracker: FrameTracker, batch: Batch):
-        super().__init__(stream_map, [], tracker, batch)
+    def __init__(self, stream_map: StreamMap, tracker: FrameTracker, batch: Batch, *, keep_tail: bool):
+        super().__init__(stream_map, [], tracker, batch, keep_tail=keep_tail)
         for value in (stream_map.source, *stream_map.front):
             self.watch.add(value.call)
         for path_call in stream_map.front_path:
