@@ -117,9 +117,10 @@ def test_json_is_all_there_is_on_standard_output(
     assert json.loads(ran.out)["blocks"] == json.loads(Path("both/audit.json").read_text("utf-8"))["blocks"]
 
 
-def test_zero_tokens_are_the_whole_text(run: Run, folder: Path) -> None:
+@pytest.mark.parametrize("tokens", [0, "all"])
+def test_all_tokens_are_the_whole_text(run: Run, folder: Path, tokens: object) -> None:
     text = "text:the quick brown fox jumps over the lazy dog"
-    found = json.loads(run("audit", folder, "--text", text, "--tokens", 0, "--window", 8, "--json").out)
+    found = json.loads(run("audit", folder, "--text", text, "--tokens", tokens, "--window", 8, "--json").out)
     whole = tiny.tokenizer()(text.removeprefix("text:"), add_special_tokens=False)["input_ids"]
     assert found["provenance"]["text"]["num_tokens"] == len(whole)
 
@@ -357,3 +358,32 @@ def test_standard_output_on_a_full_disk(run: Run, folder: Path, monkeypatch: pyt
         ran = run("inspect", folder)
     assert ran.code == 1
     assert ran.err == "mainstem: Standard output cannot be written (No space left on device).\n"
+
+
+def test_an_interrupted_audit_goes_on(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = importlib.import_module("mainstem.audit._passes")
+    one_batch, seen = passes.Passes._batch, list[int]()
+
+    def pressed(self: Any, window: Any) -> None:
+        if window.first_sequence == 80 and 80 not in seen:
+            seen.append(80)
+            raise KeyboardInterrupt
+        seen.append(window.first_sequence)
+        one_batch(self, window)
+
+    monkeypatch.setattr(passes.Passes, "_batch", pressed)
+    options = ("--text", tiny.GPL, "--tokens", 16 * 100, "--window", 16, "--out", tmp_path / "out")
+    ran = run("audit", folder, *options)
+    assert ran.code == 130
+    assert ran.err.endswith(
+        "mainstem: interrupted; the same command goes on after batch 16, and with --fresh it begins again.\n"
+    )
+    ran = run("audit", folder, *options, "--window", 8)
+    assert ran.code == 1
+    assert "options.window was 16, now 8" in ran.err
+    seen[:] = [80]
+    assert run("audit", folder, *options).code == 0
+    assert seen == [80, *range(64, 100, 4)]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["audit.csv", "audit.json"]

@@ -1,6 +1,7 @@
 """The main job: plan, run, and an `AuditResult` in a versioned, documented schema. Needs the extra
 ``[hf]``."""
 
+from mainstem.audit._ranks import Ranks, joined
 from mainstem.audit._resume import Resume
 from mainstem.audit.config import QUESTIONS, AuditConfig
 from mainstem.audit.result import (
@@ -30,8 +31,10 @@ __all__ = [
     "Identity",
     "Loss",
     "Outlier",
+    "Ranks",
     "Resume",
     "audit_windows",
+    "joined",
     "map_of",
     "run_audit",
 ]

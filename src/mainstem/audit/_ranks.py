@@ -66,6 +66,8 @@ class Ranks:
 def joined() -> Generator[Ranks]:
     """Join the processes that ``torchrun`` has started, and leave them at the end of the block.
 
+    A block within another one changes nothing.
+
     Threads of gloo that are still there when a process ends abort it, and the launcher calls the run failed.
 
     Raises:
@@ -82,6 +84,8 @@ def joined() -> Generator[Ranks]:
     try:
         yield ranks
     except MainstemError as error:
+        if not is_ours:
+            raise
         raise MainstemError(f"process {ranks.rank} of {ranks.size}: {error}") from error
     finally:
         if is_ours and distributed.is_initialized():

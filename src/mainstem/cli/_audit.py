@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mainstem.cli._options import DeviceOption, DtypeOption, JsonOption, RevisionOption, TrustOption
-from mainstem.cli._terminal import output, progress, stdout_kept_clean
+from mainstem.cli._terminal import Interrupted, output, progress, stdout_kept_clean
 from mainstem.errors import MainstemError
 
 if TYPE_CHECKING:
-    from mainstem.audit import AuditConfig
+    from mainstem.audit import AuditConfig, Resume
 
 
 def audit(
@@ -30,8 +31,8 @@ def audit(
         typer.Option(help="File, folder, dataset name, or text:WORDS.", show_default=False, metavar="T"),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(help="Tokens of the text to use; 0 for all of it.", metavar="N")
-    ] = 2048,
+        str, typer.Option(help="Tokens of the text to use, or all.", metavar="N or all")
+    ] = "2048",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for audit.json and audit.csv.", show_default="audit-MODEL", metavar="DIR"),
@@ -62,6 +63,9 @@ def audit(
             metavar="NAME,...",
         ),
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin again where an interrupted audit would be gone on with.")
+    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,9 +73,11 @@ def audit(
 
     Without MODEL: two towers of 96 blocks side by side, one with residuals and one without, on text they were
     not trained on.
+
+    An interrupted audit goes on where it was when the same command is given again. Several processes share
+    the text: torchrun --nproc-per-node N -m mainstem audit ...
     """
-    from mainstem.audit import AuditConfig, run_audit
-    from mainstem.report import check_folder, plain_console, print_result, to_json, write_files
+    from mainstem.audit import AuditConfig
     from mainstem.sources import TWINS
 
     if model is not None and text is None:
@@ -79,7 +85,7 @@ def audit(
     config = AuditConfig(
         model=model or TWINS[0],
         text=text or "sotu-held-out",
-        tokens=tokens or None,
+        tokens=_number_of(tokens),
         window=window or (256 if model else 128),
         batch_size=batch_size,
         first_token=first_token,
@@ -92,40 +98,75 @@ def audit(
         only=tuple(name.strip() for name in only.split(",")) if only else (),
         trust_remote_code=trust_remote_code,
     )
+    name = "twins" if model is None else Path(model).expanduser().resolve().name
+    folder = out or (None if as_json else Path(f"audit-{name}"))
     if model is None:
-        _audit_twins(config, out or (None if as_json else Path("audit-twins")), as_json=as_json)
-        return
-    folder = out or (None if as_json else Path(f"audit-{Path(model).expanduser().resolve().name}"))
-    if folder is not None:
-        check_folder(folder)
-    with stdout_kept_clean(), progress() as tell:
-        result = run_audit(config, tell)
-    files = write_files(result, folder) if folder is not None else []
-    with output():
-        if as_json:
-            print(to_json(result), end="")
-            return
-        print_result(result, plain_console())
-        for path in files:
-            print(f"wrote {path}")
+        _audit_and_show({n: dataclasses.replace(config, model=n) for n in TWINS}, folder, fresh, as_json)
+    else:
+        _audit_and_show({"": config}, folder, fresh, as_json)
 
 
-def _audit_twins(config: AuditConfig, folder: Path | None, *, as_json: bool) -> None:
-    """Audit both twin towers and show them side by side; their files go into a folder each."""
-    from mainstem.audit import run_audit
-    from mainstem.report import check_folder, plain_console, print_pair, to_json, write_files
-    from mainstem.sources import TWINS
+def _number_of(tokens: str) -> int | None:
+    """Return how many tokens are meant, None for all of them.
 
-    places = {name: folder / name for name in TWINS} if folder is not None else {}
+    Raises:
+        MainstemError: neither a number nor "all".
+    """
+    if tokens == "all":
+        return None
+    try:
+        return int(tokens) or None
+    except ValueError:
+        raise MainstemError(f"--tokens is {tokens!r}; give a number, or all.") from None
+
+
+def _audit_and_show(
+    configs: Mapping[str, AuditConfig], folder: Path | None, fresh: bool, as_json: bool
+) -> None:
+    """Audit one model, or several side by side, whose files go into folders of these names."""
+    from mainstem.audit import Resume, joined, run_audit
+    from mainstem.report import (
+        check_folder,
+        plain_console,
+        print_pair,
+        print_result,
+        to_json,
+        write_files,
+    )
+
+    places = {name: folder / name for name in configs} if folder is not None else {}
     for place in places.values():
         check_folder(place)
-    with stdout_kept_clean(), progress() as tell:
-        results = {name: run_audit(dataclasses.replace(config, model=name), tell) for name in TWINS}
-    files = [path for name, place in places.items() for path in write_files(results[name], place)]
+    kept = {name: Resume(place, fresh=fresh) for name, place in places.items()}
+    with joined() as ranks:
+        try:
+            with stdout_kept_clean(), progress() as tell:
+                results = {n: run_audit(config, tell, resume=kept.get(n)) for n, config in configs.items()}
+        except KeyboardInterrupt:
+            raise Interrupted(_how_to_go_on(list(kept.values()))) from None
+        if ranks.rank:
+            return
+        files = [path for name, place in places.items() for path in write_files(results[name], place)]
+        for resume in kept.values():
+            resume.remove()
     with output():
         if as_json:
-            print(f"[{','.join(to_json(result) for result in results.values())}]")
+            whole = [to_json(result) for result in results.values()]
+            print(whole[0] if len(whole) == 1 else f"[{','.join(whole)}]\n", end="")
             return
-        print_pair(results, plain_console())
+        if len(results) == 1:
+            print_result(next(iter(results.values())), plain_console())
+        else:
+            print_pair(results, plain_console())
         for path in files:
             print(f"wrote {path}")
+
+
+def _how_to_go_on(kept: Sequence[Resume]) -> str:
+    begun = [resume for resume in kept if resume.done]
+    if not begun:
+        return "interrupted; no file is half written."
+    return (
+        f"interrupted; the same command goes on after batch {begun[-1].done}, and with --fresh it begins "
+        "again."
+    )
