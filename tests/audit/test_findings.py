@@ -12,6 +12,7 @@ from tiny_models import config, make
 
 from mainstem.audit import AuditResult, BlockFigures, run_audit
 from mainstem.audit.findings import make_findings
+from mainstem.audit.result import AttributedPart
 from mainstem.errors import ConfigError
 
 
@@ -102,6 +103,7 @@ def test_nothing_finite(llama: AuditResult) -> None:
     best = [{**b, "distance": math.nan} for b in llama.angular_distance.best]
     result = dataclasses.replace(
         result,
+        attribution=None,
         outliers=outliers,
         angular_distance=dataclasses.replace(llama.angular_distance, best=best),
         first_nonfinite={"block": 1, "site": "attn[0]", "sequence": 0, "position": 3, "token_id": 5},
@@ -152,14 +154,47 @@ def test_the_blocks_of_least_influence_come_first(llama: AuditResult) -> None:
 
 
 def test_the_word_and_the_signal(llama: AuditResult) -> None:
-    shares = with_blocks(llama, *({"nearest_embedding": s, "gradient_norm": g} for s, g in SHARES))
+    assert llama.identity is not None
+    shares = dataclasses.replace(
+        with_blocks(llama, *({"nearest_embedding": s, "gradient_norm": g} for s, g in SHARES)),
+        identity=dataclasses.replace(llama.identity, final_share=0.25),
+    )
     found = said(shares)
     assert "100% of 12 positions before block 0, 75% after it and 25% after the last block" in found[4]
     assert found[4].endswith(
         "; below half first after block 2 (always naming the commonest token: 33%); "
-        "100% of the embedding is carried to the top."
+        "100% of the embedding is carried to the top, and is 25% of the final state."
     )
     assert found[8].endswith("it is largest after block 1 (9).")
+
+
+def test_an_embedding_that_is_amplified_or_has_no_size_of_its_own(llama: AuditResult) -> None:
+    assert llama.identity is not None
+    for carried, words in ((4.845, "; the embedding is carried to the top x4.84, and is"), (None, "; the")):
+        identity = dataclasses.replace(llama.identity, carried_share=carried, final_share=-0.12)
+        text = said(dataclasses.replace(llama, identity=identity))[4]
+        assert words in text
+        assert text.endswith(" is -12% of the final state.")
+
+
+def test_whose_parts_of_a_logit_are_largest(llama: AuditResult) -> None:
+    parts = [
+        AttributedPart(label=label, block=None, logit=logit)
+        for label, logit in (("embed", 0.5), ("0_attn_out", -3.0), ("0_mlp_out", 2.0), ("bias", 1.0))
+    ]
+    assert llama.attribution is not None
+    capped = dataclasses.replace(
+        llama.attribution, position=4, token="a", against="b", before=0.5, after=0.25, parts=parts
+    )
+    capped = dataclasses.replace(capped, transforms=("div", "tanh", "mul"))
+    text = said(dataclasses.replace(llama, attribution=capped))[5]
+    assert text.endswith(
+        " At position 4 'a' over 'b' is +0.5 logits (+0.25 after div, tanh, mul), the sum of 4 parts: "
+        "0_attn_out -3, 0_mlp_out +2, bias +1, the others +0.5."
+    )
+    alone = dataclasses.replace(capped, against=None, against_id=None, transforms=())
+    text = said(dataclasses.replace(llama, attribution=alone))[5]
+    assert " At position 4 the logit of 'a' is +0.5 logits, the sum of 4 parts:" in text
 
 
 SHARES = ((0.75, 2.0), (0.5, 9.0), (0.25, 1.0))

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from mainstem.audit._attribution import Attributed
 from mainstem.audit._probes import Probed
 from mainstem.audit._sweep import Swept
 from mainstem.audit.config import QUESTIONS
 from mainstem.audit.findings import make_findings
 from mainstem.audit.result import (
     AngularDistance,
+    AttributedPart,
+    Attribution,
     AuditResult,
     BlockFigures,
     BooksSummary,
@@ -50,7 +55,7 @@ class _Results:
         self.nonfinite: NonFiniteResult = results["first_nonfinite"]
         self.lens = lens
         self.identity, self.gradients = probed.identity, probed.gradients
-        self.carried_share = probed.carried_share
+        self.carried_share, self.final_share = probed.carried_share, probed.final_share
 
 
 def assemble(
@@ -76,7 +81,7 @@ def assemble(
         provenance["sampling"]["nearest_embedding"] = (
             f"every {found.identity.every}. position, {found.identity.num_tokens} tokens"
         )
-        provenance["sampling"]["carried_share"] = "the first window"
+        provenance["sampling"]["carried_share, final_share"] = "the first window"
     if found.gradients is not None:
         provenance["sampling"]["gradient_norm"] = f"the first window, {found.gradients.num_tokens} tokens"
     if swept.damage is not None:
@@ -114,6 +119,7 @@ def assemble(
         first_nonfinite=None if first is None else first.to_dict(),
         findings=(),
         damage=swept.damage,
+        attribution=None if probed.attributed is None else _attribution(probed.attributed, decode),
     )
     asked = {QUESTIONS[name] for name in provenance["options"]["only"] or QUESTIONS}
     return make_findings(result, asked)
@@ -122,10 +128,14 @@ def assemble(
 def _identity(found: _Results) -> Identity | None:
     if found.identity is None:
         return None
+    carried, final = found.carried_share, found.final_share
     return Identity(
         nearest_before=found.identity.states[0].nearest.rest,
         majority=found.identity.majority.rest,
-        carried_share=found.carried_share,
+        carried_share=None if carried is None else carried.rest,
+        carried_share_first=None if carried is None else carried.first,
+        final_share=None if final is None else final.rest,
+        final_share_first=None if final is None else final.first,
         tokens=found.identity.num_tokens,
     )
 
@@ -138,6 +148,30 @@ def _gradient(found: _Results) -> Gradient | None:
         norm_before=gradients.states[0].norm.rest,
         bottom_to_top=gradients.bottom_to_top,
         tokens=gradients.num_tokens,
+    )
+
+
+def _attribution(attributed: Attributed, decode: Callable[[int], str]) -> Attribution:
+    found = attributed.found
+    token, *others = found.tokens
+    signs = torch.tensor([1.0, -1.0][: len(found.tokens)], dtype=torch.float64)
+    parts = (found.parts @ signs).tolist()
+    return Attribution(
+        position=attributed.position,
+        token_id=token,
+        token=decode(token),
+        against_id=others[0] if others else None,
+        against=decode(others[0]) if others else None,
+        before=float(found.before @ signs),
+        after=float(found.after @ signs),
+        transforms=found.transforms,
+        error=found.error,
+        parts=[
+            AttributedPart(
+                label=label, block=int(label.split("_")[0]) if label[0].isdigit() else None, logit=x
+            )
+            for label, x in zip(found.labels, parts, strict=True)
+        ],
     )
 
 

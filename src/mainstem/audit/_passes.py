@@ -57,14 +57,13 @@ class Passes:
     ):
         self.windows, self.tell = windows, tell
         self.model = loaded.model
-        kind = str(loaded.provenance.get("kind"))
-        self.predicts_next = kind == "causal"
+        self.predicts_next = loaded.provenance.get("kind") == "causal"
         tell("finding the stream", 0, 1)
         self._maps: dict[tuple[Any, ...], StreamMap] = {}
         self.stream_map = self.map_for(next(self._batches()))
         self.reducers: list[Reducer] = default_reducers(rounding_every=config.rounding_every)
         self.lens = LogitLens() if config.lens and config.asks("answer") and speaks(self.stream_map) else None
-        self.probes = Probes(self.model, kind, self.stream_map, config)
+        self.probes = Probes(loaded, self.stream_map, config)
         self.loss = LossSums()
         self.books = Books()
         dtypes = {p.dtype for p in self.model.parameters()} & TOLERANCE.keys()
@@ -108,8 +107,8 @@ class Passes:
     # ---- sums ----
 
     def _parts(self) -> dict[str, Reducer]:
-        more = (self.probes.nearest, self.lens)
-        return {r.name: r for r in (*self.reducers, *(r for r in more if r is not None))}
+        lens = [] if self.lens is None else [self.lens]
+        return {r.name: r for r in (*self.reducers, *self.probes.reducers, *lens)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums so far, between two batches."""
@@ -160,7 +159,7 @@ class Passes:
         inputs, stream_map = self.inputs_of(window), self.map_for(window)
         mask = window.attention_mask.bool()
         batch = Batch(mask=mask, token_ids=window.input_ids, first_sequence=window.first_sequence)
-        reducers = [*self.reducers, *([self.probes.nearest] if self.probes.nearest is not None else [])]
+        reducers = [*self.reducers, *self.probes.reducers]
         seen = record(self.model, inputs, stream_map, reducers, batch=batch, keep_tail=self.lens is not None)
         self._check(seen.books)
         logits = seen.output.get(self.stream_map.output)

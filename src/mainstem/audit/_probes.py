@@ -10,11 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mainstem.audit._attribution import Attributed, attributed, tokens_of
 from mainstem.audit._provenance import speaks
 from mainstem.audit.config import AuditConfig
 from mainstem.errors import MainstemError
-from mainstem.measure import Batch, GradientResult, IdentityResult, NearestEmbedding, StreamGradients
-from mainstem.observe import StreamMap, ledger, record
+from mainstem.measure import (
+    Batch,
+    GradientResult,
+    IdentityResult,
+    NearestEmbedding,
+    Reducer,
+    Split,
+    StreamGradients,
+)
+from mainstem.observe import Ledger, Recording, StreamMap, ledger_and_tail, record
+from mainstem.sources import LoadedModel
 
 
 @dataclasses.dataclass
@@ -22,7 +32,9 @@ class Probed:
     """What was found, None where it was not asked for or is not to be had; ``notes`` say why."""
 
     identity: IdentityResult | None = None
-    carried_share: float | None = None
+    carried_share: Split | None = None
+    final_share: Split | None = None
+    attributed: Attributed | None = None
     gradients: GradientResult | None = None
     notes: list[str] = dataclasses.field(default_factory=list[str])
 
@@ -31,18 +43,29 @@ class Probes:
     """Ask the questions that a config wants.
 
     Attributes:
-        nearest: a reducer to record every batch with, None where question 4 is not asked or the embedding
-            does not fit the stream.
+        nearest: None where question 4 is not asked or the embedding does not fit the stream.
         found: what was found so far.
+
+    Raises:
+        ConfigError: a word whose logit is asked for is not one token.
     """
 
-    def __init__(self, model: Any, kind: str, stream_map: StreamMap, config: AuditConfig):
-        self._model, self._asks = model, config.asks
-        self._has_loss = kind == "causal" and speaks(stream_map)
+    def __init__(self, loaded: LoadedModel, stream_map: StreamMap, config: AuditConfig):
+        self._model, self._asks = loaded.model, config.asks
+        self._speaks = speaks(stream_map)
+        self._has_loss = loaded.provenance.get("kind") == "causal" and self._speaks
+        self._tokens = tokens_of(config.attribute, loaded.tokenizer)
         self.found = Probed()
         self.nearest = self._nearest(stream_map, config) if config.asks("identity") else None
         if config.asks("signals") and not self._has_loss:
             self.found.notes.append("gradient figures are null: there is no loss of a next token")
+        if config.asks("answer") and not self._speaks:
+            self.found.notes.append("attribution is null: the model has no output head")
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """What every batch is to be recorded with."""
+        return [] if self.nearest is None else [self.nearest]
 
     def _nearest(self, stream_map: StreamMap, config: AuditConfig) -> NearestEmbedding | None:
         weight = getattr(self._model.get_input_embeddings(), "weight", None)
@@ -57,18 +80,45 @@ class Probes:
     def window(
         self, inputs: Mapping[str, Any], stream_map: StreamMap, batch: Batch, tolerance: float
     ) -> None:
-        """Ask one window what the ledger carries of the embedding and what gradient gets down."""
-        if self.nearest is not None:
+        """Ask one window what the ledger says of its embedding and of a token, and what gradient gets
+        down."""
+        attributes = self._asks("answer") and self._speaks
+        if self.nearest is not None or attributes:
             try:
-                share = ledger(self._model, inputs, stream_map).check(10 * tolerance).carried_share()
-                self.found.carried_share = float(share[batch.mask].double().mean())
+                books, seen = ledger_and_tail(self._model, inputs, stream_map, keep_tail=attributes)
+                books.check(10 * tolerance)
             except MainstemError as error:
-                self.found.notes.append(f"carried_share is null: {error}")
+                self.found.notes.append(f"carried_share, final_share and attribution are null: {error}")
+            else:
+                if self.nearest is not None:
+                    self._shares(books, stream_map, batch)
+                if attributes:
+                    self._attribute(books, seen, stream_map, batch, tolerance)
         if self._asks("signals") and self._has_loss:
             try:
                 self.found.gradients = self._gradients(inputs, stream_map, batch)
             except MainstemError as error:
                 self.found.notes.append(f"gradient figures are null: {error}")
+
+    def _shares(self, books: Ledger, stream_map: StreamMap, batch: Batch) -> None:
+        self.found.final_share = _split(books.final_share("embed"), batch)
+        if any("norm" in (site.carry, site.then) for site in stream_map.sites):
+            self.found.notes.append(
+                "carried_share is null: norms on the stream itself set its size anew, so what is carried of "
+                "the embedding has no size to be compared with; see final_share"
+            )
+        else:
+            self.found.carried_share = _split(books.carried_share(), batch)
+
+    def _attribute(
+        self, books: Ledger, seen: Recording, stream_map: StreamMap, batch: Batch, tolerance: float
+    ) -> None:
+        try:
+            found = attributed(books, seen, seen.output[stream_map.output], batch, self._tokens)
+            found.found.check(tolerance)
+            self.found.attributed = found
+        except MainstemError as error:
+            self.found.notes.append(f"attribution is null: {error}")
 
     def close(self) -> Probed:
         """Return what was found."""
@@ -85,6 +135,11 @@ class Probes:
         finally:
             handle.remove()
         return reducer.result()
+
+
+def _split(values: Tensor, batch: Batch) -> Split:
+    """Mean of ``[batch, pos]`` over real tokens, the first of each sequence apart."""
+    return Split(*(float(values[m].double().mean()) for m in (batch.is_rest, batch.is_first, batch.mask)))
 
 
 def _let_gradients_in(module: Any, given: Any, out: Any) -> None:

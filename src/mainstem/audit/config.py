@@ -42,6 +42,8 @@ class AuditConfig:
         sweep: whether to skip every block in turn, which costs about half as many passes as there are blocks;
             ``only`` asks for it too where it names damage or removal.
         sweep_windows: of how many of the first windows.
+        attribute: the token whose logit after the first window is attributed to every write, or two with a
+            comma between them, ``"A,B"``, for the difference; None for the model's two best tokens.
         only: names of `QUESTIONS` to answer, none for all. The pass that checks the books is always made;
             a lens, a nearest embedding and a gradient only where their question is asked.
     """
@@ -62,6 +64,7 @@ class AuditConfig:
     identity_every: int = 8
     sweep: bool = False
     sweep_windows: int = 4
+    attribute: str | None = None
     only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -78,6 +81,8 @@ class AuditConfig:
         unknown = [name for name in self.only if name not in QUESTIONS]
         if unknown:
             raise ConfigError(f"there is no question {unknown[0]!r}; it must be of {', '.join(QUESTIONS)}.")
+        if self.attribute is not None and not self.asks("answer"):
+            raise ConfigError("a token's logit belongs to the question 'answer'; name it in --only.")
         if self.sweep and self.only and not {"damage", "removal"} & set(self.only):
             raise ConfigError("a sweep answers 'damage' and 'removal'; name one of them in --only.")
 

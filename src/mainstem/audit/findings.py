@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from mainstem.audit.result import AuditResult, Finding
+from mainstem.audit.result import AuditResult, Finding, Identity
 from mainstem.measure import growth_per_block
 
 KINDS = {"attn": "attention", "cross_attn": "cross-attention", "mlp": "feed-forward", "mixer": "mixer"}
@@ -134,9 +134,18 @@ def _identity(result: AuditResult) -> str | None:
         lost = next((i for i, share in enumerate(shares) if share < 0.5), None)
         text += f"; below half first after block {lost}" if lost else ""
     text += f" (always naming the commonest token: {_percent(result.identity.majority)})"
-    if result.identity.carried_share is not None:
-        text += f"; {_percent(result.identity.carried_share)} of the embedding is carried to the top"
-    return text + "."
+    return f"{text}{_carried(result.identity)}."
+
+
+def _carried(identity: Identity) -> str:
+    share, final = identity.carried_share, _or_nan(identity.final_share)
+    text = f"{_percent(final)} of the final state" if math.isfinite(final) else ""
+    if share is None or not math.isfinite(share):
+        return f"; the embedding is {text}" if text else ""
+    carried = f"{_percent(share)} of the embedding is carried to the top"
+    if share > 1.005:
+        carried = f"the embedding is carried to the top x{_number(share)}"
+    return f"; {carried}" + (f", and is {text}" if text else "")
 
 
 def _signals(result: AuditResult) -> str | None:
@@ -156,6 +165,31 @@ def _signals(result: AuditResult) -> str | None:
 
 
 def _answer(result: AuditResult) -> str | None:
+    said = [text for text in (_formed(result), _attributed(result)) if text]
+    return " ".join(said) or None
+
+
+def _attributed(result: AuditResult) -> str | None:
+    """Whose parts of a logit are largest."""
+    found = result.attribution
+    if found is None or not math.isfinite(found.before):
+        return None
+    logit = f"the logit of {found.token!r}"
+    if found.against is not None:
+        logit = f"{found.token!r} over {found.against!r}"
+    size = f"{_signed(found.before)} logits"
+    if found.transforms:
+        size += f" ({_signed(found.after)} after {', '.join(found.transforms)})"
+    largest = sorted(found.parts, key=lambda part: -abs(part.logit))[:3]
+    parts = ", ".join(f"{part.label} {_signed(part.logit)}" for part in largest)
+    rest = sum(part.logit for part in found.parts) - sum(part.logit for part in largest)
+    return (
+        f"At position {found.position} {logit} is {size}, the sum of {len(found.parts)} parts: {parts}, the "
+        f"others {_signed(rest)}."
+    )
+
+
+def _formed(result: AuditResult) -> str | None:
     if not any(b.lens_top1 is not None for b in result.blocks):
         return None
     agree = [_or_nan(b.lens_top1) for b in result.blocks]
@@ -322,7 +356,11 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%" if share >= 0.1 or share == 0 else f"{100 * share:.1f}%"
+    return f"{100 * share:.0f}%" if abs(share) >= 0.1 or share == 0 else f"{100 * share:.1f}%"
+
+
+def _signed(value: float) -> str:
+    return ("+" if value >= 0 else "") + _number(value)
 
 
 def _number(value: float) -> str:

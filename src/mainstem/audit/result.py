@@ -154,14 +154,21 @@ class Identity:
     Attributes:
         nearest_before: share before block 0 of the tokens whose own embedding is nearest.
         majority: share that always naming the commonest of these tokens would get.
-        carried_share: mean over the first window of ``<row, e> / <e, e>``, e the embedding as it enters block
-            0 and row what the ledger carries of it to the top; None where the ledger was refused.
+        carried_share: mean over the first window but its first token of ``<row, e> / <e, e>``, e the
+            embedding as it enters block 0 and row what the ledger carries of it to the top; None where the
+            ledger was refused, or norms on the stream set its size anew.
+        final_share: mean likewise of ``<row, h> / <h, h>``, h the final state: the embedding's share of what
+            is there at the top, the writes having the rest; None where the ledger was refused.
+        carried_share_first, final_share_first: of the first token.
         tokens: tokens looked at.
     """
 
     nearest_before: float
     majority: float
     carried_share: float | None
+    carried_share_first: float | None
+    final_share: float | None
+    final_share_first: float | None
     tokens: int
 
 
@@ -247,6 +254,47 @@ class Damage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AttributedPart:
+    """What one contribution to the final state is of a logit.
+
+    Attributes:
+        label: ``embed``, ``pos_embed``, ``3_attn_out``, ..., ``bias``: the head's and the norms' biases.
+        block: of a write; None for the rest.
+        logit: its part, before any soft-cap or logit scale.
+    """
+
+    label: str
+    block: int | None
+    logit: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """One logit, or the difference of two, at one position of the first window, as a sum over all writes.
+
+    Attributes:
+        position: place of the token that it is read at, 0-based, padding not counted.
+        token_id, token: whose logit; ``against_id``, ``against``: minus whose, None for one alone.
+        before: the model's own figure before any soft-cap or logit scale, the sum of ``parts``.
+        after: the model's own figure as it returns it.
+        transforms: names of the calls in between.
+        error: largest error of a sum beside ``sum |part|``, before or after.
+        parts: in the order of writing.
+    """
+
+    position: int
+    token_id: int
+    token: str
+    against_id: int | None
+    against: str | None
+    before: float
+    after: float
+    transforms: Sequence[str]
+    error: float
+    parts: Sequence[AttributedPart]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
     """One question of the audit and what was found, in a sentence."""
 
@@ -269,6 +317,7 @@ class AuditResult:
         identity: question 4, None where it was not answered; ``gradient``: question 8 likewise.
         damage: question 6, None where no block was skipped.
         effective_depth: the lens's KL over the blocks in a few figures, None without a lens.
+        attribution: a token's logit by write (question 5), None where it was not asked or is not to be had.
         first_nonfinite: where a NaN or infinity came first, None where all is finite.
         findings: by question.
     """
@@ -285,6 +334,7 @@ class AuditResult:
     first_nonfinite: Mapping[str, Any] | None
     findings: Sequence[Finding]
     damage: Damage | None = None
+    attribution: Attribution | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; a figure that is not finite is None."""

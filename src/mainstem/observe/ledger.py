@@ -71,6 +71,15 @@ class Ledger:
         row, written = self["embed"].flatten(2), self.embedded.flatten(2)
         return (row * written).sum(-1) / (written * written).sum(-1).clamp_min(torch.finfo(row.dtype).tiny)
 
+    def final_share(self, label: str) -> Tensor:
+        """Return how much of the final state one row is: ``<row, final> / <final, final>``.
+
+        Returns:
+            ``[batch, pos]``: the shares of all rows sum to 1; one that points away has a negative one.
+        """
+        row, final = self[label].flatten(2), self.final.flatten(2)
+        return (row * final).sum(-1) / (final * final).sum(-1).clamp_min(torch.finfo(row.dtype).tiny)
+
 
 def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -> Ledger:
     """Return the ledger of any model that :func:`find_stream` has mapped.
@@ -97,7 +106,7 @@ def ledger_and_tail(
     """Return the ledger of one pass and what :func:`mainstem.observe.record` would of it; see `ledger`."""
     model = unwrapped(model)
     tracker = FrameTracker(model)
-    recorder = _LedgerRecorder(stream_map, tracker, batch_of(inputs), keep_tail=keep_tail)
+    recorder = LedgerRecorder(stream_map, tracker, batch_of(inputs), keep_tail=keep_tail)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), tracker, recorder:
         recorder.note_inputs(inputs)
         output = model(**inputs)
@@ -110,7 +119,7 @@ class _Step(Protocol):
     def __call__(self, row: Tensor, bias: bool) -> Tensor: ...
 
 
-class _LedgerRecorder(Recorder):
+class LedgerRecorder(Recorder):
     """Carries every row along while the model runs."""
 
     def __init__(self, stream_map: StreamMap, tracker: FrameTracker, batch: Batch, *, keep_tail: bool):
@@ -133,7 +142,7 @@ class _LedgerRecorder(Recorder):
         """Carry the rows over the join and add what was written."""
         if not self.rows:
             self._open()
-        carried = self._each(lambda row, bias: self._carry(row, site, bias)) if site.carried else {}
+        carried = self._each(lambda row, bias: self.carry(row, site, bias)) if site.carried else {}
         self.rows = carried or {label: torch.zeros_like(event.after) for label in self.rows}
         for write in event.writes:
             label = f"{site.block}_{write.kind}_out"
@@ -177,7 +186,7 @@ class _LedgerRecorder(Recorder):
         self.embedded = embed
         self.rows = {"embed": embed, "pos_embed": added, "bias": everything - added}
 
-    def _carry(self, row: Tensor, site: Site, offsets: bool) -> Tensor:
+    def carry(self, row: Tensor, site: Site, offsets: bool) -> Tensor:
         """Return what the site keeps of a row."""
         made = self._evaluate(site.carry_path, site.before.call, row, offsets, constants=offsets)
         total: Tensor | None = None
