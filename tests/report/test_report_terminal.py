@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from mainstem.audit import AuditResult
-from mainstem.report import plain_console, print_result
+from mainstem.report import plain_console, print_pair, print_result
 
 
 def printed(result: AuditResult, width: int) -> list[str]:
@@ -101,3 +101,22 @@ def test_a_pipe_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.delenv("COLUMNS", raising=False)
     assert plain_console().width == 120
+
+
+def test_two_audits_are_paired_by_question(llama: AuditResult) -> None:
+    """One has no figures for question 2, the other none for 8: neither shifts what is said of the rest."""
+    for left, right in ((2, 8), (8, 2)):
+        results = {
+            name: dataclasses.replace(llama, findings=[f for f in llama.findings if f.number != missing])
+            for name, missing in (("a", left), ("b", right))
+        }
+        out = io.StringIO()
+        print_pair(results, Console(file=out, width=2000))
+        lines = [line.strip() for line in out.getvalue().splitlines()]
+        for finding in llama.findings:
+            at = lines.index(f"{finding.number} {finding.question}")
+            said = {
+                name: "no figure" if finding.number == n else finding.finding
+                for name, n in (("a", left), ("b", right))
+            }
+            assert lines[at + 1 : at + 3] == [f"{name}: {text}" for name, text in said.items()]

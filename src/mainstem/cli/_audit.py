@@ -63,6 +63,15 @@ def audit(
             metavar="NAME,...",
         ),
     ] = None,
+    attribute: Annotated[
+        str | None,
+        typer.Option(
+            help="Token whose logit after the first window is attributed to every write, or A,B for a "
+            "difference.",
+            show_default="the two best",
+            metavar="TOKEN",
+        ),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin again where an interrupted audit would be gone on with.")
     ] = False,
@@ -96,6 +105,7 @@ def audit(
         sweep=sweep,
         sweep_windows=sweep_windows,
         only=tuple(name.strip() for name in only.split(",")) if only else (),
+        attribute=attribute,
         trust_remote_code=trust_remote_code,
     )
     name = "twins" if model is None else Path(model).expanduser().resolve().name

@@ -33,12 +33,12 @@ def print_pair(results: Mapping[str, AuditResult], console: Console) -> None:
     for name, result in results.items():
         if result.loss is not None:
             console.print(f"{escape(name)}: {loss_line(result.loss)}", highlight=False)
-    for number, finding in enumerate(first.findings):
-        console.print(f"[bold]{finding.number} {finding.question}[/bold]", highlight=False)
+    questions = {f.number: f.question for result in results.values() for f in result.findings}
+    for number, question in sorted(questions.items()):
+        console.print(f"[bold]{number} {question}[/bold]", highlight=False)
         for name, result in results.items():
-            console.print(
-                f"  [dim]{escape(name)}:[/dim] {escape(result.findings[number].finding)}", highlight=False
-            )
+            said = next((f.finding for f in result.findings if f.number == number), "no figure")
+            console.print(f"  [dim]{escape(name)}:[/dim] {escape(said)}", highlight=False)
 
 
 _FIGURES: tuple[tuple[str, Callable[[BlockFigures], str]], ...] = (
