@@ -147,6 +147,14 @@ class Connection(StreamModule, abc.ABC):
         """
         return []
 
+    def read_weights(self, stream: Stream) -> Tensor | None:
+        """Return the weights of the sum of parts of ``stream`` that this step reads, before its norm.
+
+        ``[batch, pos, parts]`` or ``[parts]``; a part is a stream or an entry of a history. None where what
+        it reads is no such sum, or the scheme does not say.
+        """
+        return None
+
     def reset_parameters(self) -> None:
         """Draw the initial values again: norms to gain 1 and bias 0.
 

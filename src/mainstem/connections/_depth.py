@@ -112,6 +112,13 @@ def _scale_and_dot(query: Tensor, eps: float, sources: Sequence[Tensor]) -> tupl
     return torch.rsqrt(stacked.square().mean(-1) + eps), stacked @ query
 
 
+def one_hot(place: int, stream: Stream) -> Tensor:
+    """Return ``[parts]`` weights that are 1 for one part of a history and 0 for the others."""
+    weights = stream[0].new_zeros(len(stream))
+    weights[place] = 1.0
+    return weights
+
+
 def depth_scores(query: Tensor, sources: Sequence[Tensor], eps: float) -> Tensor:
     """Score n sources ``[batch, pos, width]`` by ``query . RMSNorm(source)``: ``[batch, pos, n]``.
 

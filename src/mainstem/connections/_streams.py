@@ -108,6 +108,11 @@ class StreamsConnection(Connection):
 
         return AffineStep(carry=carry, inject=lambda u: spread_update(write_weight, u))
 
+    def read_weights(self, stream: Stream) -> Tensor | None:
+        """Return the read weights of the streams."""
+        assert isinstance(stream, Tensor)
+        return self.coefficients(stream)[0]
+
     def mixing_matrices(self, stream: Stream) -> list[MixingMatrix]:
         """Return the mix, read off the carry."""
         return streams_mix(self, stream, self.promises)

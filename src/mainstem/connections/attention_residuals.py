@@ -76,6 +76,13 @@ class AttentionResidualsConnection(Connection):
         weights = self.depth_query(stream)
         return self.norm(weighted_sum(len(stream) * weights if self.sums else weights, tuple(stream))), None
 
+    def read_weights(self, stream: Stream) -> Tensor | None:
+        """Return the weights of the sources."""
+        if self.depth_query is None:
+            return stream[0].new_ones(1)
+        weights = self.depth_query(stream)
+        return len(stream) * weights if self.sums else weights
+
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Append the update, or add it to the newest source."""
         return _written(tuple(stream), update, self.starts_source)

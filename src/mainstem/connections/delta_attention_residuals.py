@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream, Trunk
-from mainstem.connections._depth import TupleTrunk, weighted_sum
+from mainstem.connections._depth import TupleTrunk, one_hot, weighted_sum
 from mainstem.connections._norms import NormConfig
 from mainstem.connections.attention_residuals import DepthQuery
 from mainstem.errors import ConfigError
@@ -48,6 +48,15 @@ class DeltaAttentionResidualsConnection(Connection):
             return self.norm(x), None
         h = x + weighted_sum(self.depth_query(sources), sources)
         return self.norm(h * (len(sources) / (len(sources) + 1)) if self.divides else h), None
+
+    def read_weights(self, stream: Stream) -> Tensor | None:
+        """Return the weights of the stream and of its parts."""
+        sources = stream[1:]
+        if self.depth_query is None:
+            return one_hot(0, stream)
+        weights = self.depth_query(sources)
+        joined = torch.cat([torch.ones_like(weights[..., :1]), weights], -1)
+        return joined * (len(sources) / (len(sources) + 1)) if self.divides else joined
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Add to the stream, and append to the parts or add to the newest."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mainstem.connections._base import AffineStep, Connection, Context, Properties, Scheme, Stream, Trunk
-from mainstem.connections._depth import TupleTrunk, frozen_weighted_sum, weighted_sum
+from mainstem.connections._depth import TupleTrunk, frozen_weighted_sum, one_hot, weighted_sum
 from mainstem.connections._norms import NormConfig
 from mainstem.errors import ConfigError
 
@@ -47,6 +47,10 @@ class DenseFormerConnection(Connection):
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the normed stream."""
         return self.norm(stream[0]), None
+
+    def read_weights(self, stream: Stream) -> Tensor | None:
+        """Return 1 for the running stream, 0 for the history."""
+        return one_hot(0, stream)
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Add; where a block ends, remember its output and mix."""

@@ -20,7 +20,7 @@ from mainstem.connections._base import (
     Stream,
     Trunk,
 )
-from mainstem.connections._depth import TupleTrunk, frozen_weighted_sum, weighted_sum
+from mainstem.connections._depth import TupleTrunk, frozen_weighted_sum, one_hot, weighted_sum
 from mainstem.connections._norms import NormConfig
 from mainstem.connections._policy import coefficient_dtype
 from mainstem.errors import ConfigError
@@ -83,6 +83,10 @@ class MUDDConnection(Connection):
     def read(self, stream: Stream) -> tuple[Tensor, Context]:
         """Return the norm of the way that is read."""
         return self.norm(stream[1] if self.starts else stream[0]), None
+
+    def read_weights(self, stream: Stream) -> Tensor | None:
+        """Return 1 for the way that is read, 0 for the rest."""
+        return one_hot(1 if self.starts else 0, stream)
 
     def write(self, stream: Stream, update: Tensor, context: Context) -> Stream:
         """Add; where a block ends, remember its output and mix."""

@@ -46,6 +46,16 @@ from mainstem.measure.similarity import (
     block_influence,
 )
 from mainstem.measure.sketch import QuantileSketch
+from mainstem.measure.streams import (
+    BlockStreams,
+    Joined,
+    StreamFigures,
+    StreamRead,
+    StreamsEvent,
+    StreamsResult,
+    StreamsState,
+    StreamWrite,
+)
 from mainstem.measure.writes import (
     BlockWrites,
     WriteFigures,
@@ -69,6 +79,7 @@ __all__ = [
     "BlockInfluence",
     "BlockInfluenceFigures",
     "BlockInfluenceResult",
+    "BlockStreams",
     "BlockWrites",
     "Crossing",
     "Divergence",
@@ -78,6 +89,7 @@ __all__ = [
     "GradientResult",
     "HostBatch",
     "IdentityResult",
+    "Joined",
     "LargestActivations",
     "LensResult",
     "LogitLens",
@@ -96,9 +108,15 @@ __all__ = [
     "StateIdentity",
     "StateLens",
     "StateNorm",
+    "StreamFigures",
     "StreamGradients",
     "StreamNormResult",
     "StreamNorms",
+    "StreamRead",
+    "StreamWrite",
+    "StreamsEvent",
+    "StreamsResult",
+    "StreamsState",
     "SublayerEvent",
     "Write",
     "WriteAbsorption",

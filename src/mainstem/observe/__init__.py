@@ -6,6 +6,7 @@ from mainstem.observe.keep import KeepStream
 from mainstem.observe.ledger import Ledger, ledger, ledger_and_tail
 from mainstem.observe.map import BlockMap, PathCall, Site, StreamMap, Value, WriteSite
 from mainstem.observe.record import Books, Recording, batch_of, record
+from mainstem.observe.streams import streams_of, tower_streams
 from mainstem.observe.tower_ledger import tower_ledger
 
 __all__ = [
@@ -26,5 +27,7 @@ __all__ = [
     "ledger",
     "ledger_and_tail",
     "record",
+    "streams_of",
     "tower_ledger",
+    "tower_streams",
 ]
