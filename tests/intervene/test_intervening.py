@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bare import Bare, bare, by_hand, ids
-from handmade import HANDMADE
+from handmade import HANDMADE, WIDTH, PreBlock, feed_forward
 from torch import Tensor, nn
 
 from mainstem.errors import ConfigError
@@ -15,6 +15,7 @@ from mainstem.intervene import (
     Intervention,
     Mean,
     Noise,
+    Place,
     Replace,
     Resample,
     Scale,
@@ -107,7 +108,7 @@ def test_resample_gives_every_sequence_another_ones_write() -> None:
 
     by_hand(model, x, change)
     clean, one = record_of["clean"], Resample(blocks=[2], part="attn", seed=4)
-    got = one.apply(clean, 2, "attn")
+    got = one.apply(clean, Place(2, "attn"))
     sources = [next(j for j in range(5) if torch.equal(got[i], clean[j])) for i in range(5)]
     assert sorted(sources) == list(range(5))
     assert all(i != j for i, j in enumerate(sources))
@@ -137,14 +138,57 @@ def test_mean_of_a_corpus_of_two_batches_with_padding() -> None:
     for batch in batches:
         by_hand(model, batch, note)
     means = reducers[0].result()
-    assert set(means) == set(tokens)
-    for key, mean in means.items():
-        torch.testing.assert_close(mean, torch.cat(tokens[key]).mean(0), **CLOSE)
+    assert {(b, part, int(part == "mlp")) for b, part in tokens} == set(means)
+    for place, mean in means.items():
+        torch.testing.assert_close(mean, torch.cat(tokens[place.block, place.part]).mean(0), **CLOSE)
     ours = run(model, x, Mean(blocks=[1, 3], part="mlp", means=means))
     expected, _ = by_hand(
-        model, x, lambda b, w, _, v: means[b, w].expand_as(v) if w == "mlp" and b in (1, 3) else v
+        model, x, lambda b, w, _, v: means[Place(b, w, 1)].expand_as(v) if w == "mlp" and b in (1, 3) else v
     )
     torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+class _TwoFeedForwards(PreBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.third, self.extra = nn.LayerNorm(WIDTH), feed_forward()
+
+    def writes(self, x: Tensor) -> list[Tensor]:
+        attn = self.attention(self.first(x))
+        mlp = self.feed_forward(self.second(x + attn))
+        return [attn, mlp, self.extra(self.third(x + attn + mlp))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.extra(self.third(x))
+
+
+def test_two_sublayers_of_a_kind_in_one_block_are_told_apart() -> None:
+    torch.manual_seed(6)
+    model, x = bare(), ids()
+    block = _TwoFeedForwards().double()
+    model.blocks[1] = block
+    found = find_stream(model, {"input_ids": x})
+    reducer = WriteMeans()
+    record(model, {"input_ids": x}, found, [reducer])
+    means = reducer.result()
+    before = model.blocks[0](model.embedding(x))
+    attn, mlp, extra = block.writes(before)
+    for number, write in enumerate((attn, mlp, extra)):
+        place = Place(1, "attn" if number == 0 else "mlp", number)
+        torch.testing.assert_close(means[place], write.flatten(0, 1).mean(0), **CLOSE)
+    after = before + attn + means[Place(1, "mlp", 1)] + means[Place(1, "mlp", 2)]
+    expected = model.head(model.norm(model.blocks[3](model.blocks[2](after))))
+    torch.testing.assert_close(run(model, x, Mean(blocks=[1], part="mlp", means=means)), expected, **CLOSE)
+    values = {Place(1, "mlp", 1): mlp + 1.0, Place(1, "mlp", 2): -mlp}
+    after = before + attn + 1.0
+    expected = model.head(model.norm(model.blocks[3](model.blocks[2](after))))
+    torch.testing.assert_close(
+        run(model, x, Replace(blocks=[1], part="mlp", values=values)), expected, **CLOSE
+    )
+    noise, ones = Noise(blocks=[1], part="mlp", size=1.0), torch.ones_like(mlp)
+    first, second = (noise.change(ones, Place(1, "mlp", n)) - ones for n in (1, 2))
+    assert abs(float(torch.cosine_similarity(first, second, -1).mean())) < 0.1
 
 
 def test_a_patched_state_gives_the_other_texts_logits() -> None:

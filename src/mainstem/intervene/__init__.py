@@ -2,7 +2,7 @@
 
 from mainstem.intervene._damage import FloorDamage, StateDamage
 from mainstem.intervene.context import intervening
-from mainstem.intervene.kinds import Intervention, Mean, Noise, Replace, Resample, Scale, Skip, Zero
+from mainstem.intervene.kinds import Intervention, Mean, Noise, Place, Replace, Resample, Scale, Skip, Zero
 from mainstem.intervene.means import WriteMeans
 from mainstem.intervene.removal import Removal, removal_loss
 from mainstem.intervene.sweep import SweepConfig, SweepPlan, SweepResult, plan_sweep, sweep
@@ -12,6 +12,7 @@ __all__ = [
     "Intervention",
     "Mean",
     "Noise",
+    "Place",
     "Removal",
     "Replace",
     "Resample",

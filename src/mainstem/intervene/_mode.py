@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from mainstem.errors import ConfigError, StreamNotFoundError
-from mainstem.intervene.kinds import Intervention, Skip
+from mainstem.intervene.kinds import Intervention, Place, Skip
 from mainstem.observe import Site, StreamMap, Value
 from mainstem.observe._frames import Frame, FrameTracker
 from mainstem.observe._frozen import is_inplace
@@ -62,8 +62,7 @@ class Edits:
 class _Write:
     """A write under intervention: its terms, those met so far in the pass, and what is done to their sum."""
 
-    block: int
-    kind: str
+    place: Place
     terms: tuple[Value, ...]
     interventions: list[Intervention]
     met: list[Tensor] = dataclasses.field(default_factory=list)
@@ -74,7 +73,7 @@ class _Write:
 
     def changed(self, value: Tensor) -> Tensor:
         for one in self.interventions:
-            value = one.apply(value, self.block, self.kind)
+            value = one.apply(value, self.place)
         return value
 
     def term(self, value: Tensor, sign: float, shaped: Callable[[Tensor], Tensor]) -> Tensor:
@@ -163,7 +162,8 @@ class InterveneMode(TorchFunctionMode):
             self._around(one, block, site, site)
             return
         values = next(w.values for w in site.writes if w.kind == kind)
-        known = self._writes.setdefault((site.index, kind), _Write(block, kind, values, []))
+        place = Place(block, kind, site.index - self.map.blocks[block].first_site)
+        known = self._writes.setdefault((site.index, kind), _Write(place, values, []))
         if not known.interventions:
             for value in values:
                 self.edits[value.call].writes.append((value, known))
@@ -177,6 +177,7 @@ class InterveneMode(TorchFunctionMode):
                 f"the stream enters {name} as an input of the model itself; intervene on its writes instead."
             )
         self._keep_before(name, first)
+        place = Place(block, one.part)
 
         def change(after: Tensor) -> Tensor:
             before = self._before[name]
@@ -186,8 +187,8 @@ class InterveneMode(TorchFunctionMode):
                     f"{list(after.shape)}: its update is not defined. Intervene on its writes instead."
                 )
             if one.part == "block":
-                return one.apply_update(before, after, block)
-            return self._shaped_edit(after, lambda t: one.apply_update(self._shaped(before), t, block))
+                return one.apply_update(before, after, place)
+            return self._shaped_edit(after, lambda t: one.apply_update(self._shaped(before), t, place))
 
         self.edits[last.after.call].after.append(change)
 
@@ -317,7 +318,7 @@ class InterveneMode(TorchFunctionMode):
 
 
 def _state_edit(one: Intervention, block: int) -> Callable[[Tensor], Tensor]:
-    return lambda state: one.apply(state, block, "state")
+    return lambda state: one.apply(state, Place(block, "state"))
 
 
 def _other_path() -> StreamNotFoundError:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mainstem.connections import Connection
 from mainstem.errors import ConfigError
-from mainstem.intervene.kinds import Intervention, Skip
+from mainstem.intervene.kinds import Intervention, Place, Skip
 from mainstem.tower import Tower
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -55,14 +55,16 @@ def _hooks(tower: Tower, one: Intervention, block: int) -> list[Any]:
     module = tower.blocks[block]
     if one.part in ("block", "state"):
         _require_one_state(tower, one)
-        return [module.register_forward_hook(_around(one, block, tower.passes_values))]
+        return [module.register_forward_hook(_around(one, Place(block, one.part), tower.passes_values))]
     found: list[Any] = []
-    for index, connection, branches in tower.sublayers():
+    own = [(c, branches) for index, c, branches in tower.sublayers() if index == block]
+    for number, (connection, branches) in enumerate(own):
         for kind, branch in branches.items():
-            if index == block and one.part in ("writes", kind):
-                found.append(_sublayer_hook(tower, one, block, connection, (kind, branch, len(branches))))
+            if one.part in ("writes", kind):
+                place = Place(block, kind, number)
+                found.append(_sublayer_hook(tower, one, place, connection, (branch, len(branches))))
     if not found:
-        kinds = [k for i, _, branches in tower.sublayers() for k in branches if i == block]
+        kinds = [kind for _, branches in own for kind in branches]
         raise ConfigError(f"block {block} has no {one.part!r}; it has {', '.join(kinds)}.")
     return found
 
@@ -70,34 +72,31 @@ def _hooks(tower: Tower, one: Intervention, block: int) -> list[Any]:
 def _sublayer_hook(
     tower: Tower,
     one: Intervention,
-    block: int,
+    place: Place,
     connection: Connection,
-    branch: tuple[str, nn.Module, int],
+    branch: tuple[nn.Module, int],
 ) -> Any:
-    kind, module, num_branches = branch
+    module, num_branches = branch
     if not isinstance(one, Skip):
 
         def changed(_module: nn.Module, _args: Any, out: Any) -> Any:
-            return one.apply(cast(Tensor, out), block, kind)
+            return one.apply(cast(Tensor, out), place)
 
         return module.register_forward_hook(changed)
     if num_branches > 1:
         raise ConfigError(
-            f"skipping {kind!r} alone in block {block} is not defined: attention and feed-forward are "
-            "written as one sum. Use Zero, or skip the block."
+            f"skipping {place.part!r} alone in block {place.block} is not defined: attention and "
+            "feed-forward are written as one sum. Use Zero, or skip the block."
         )
     _require_one_state(tower, one)
-    return connection.register_forward_hook(_around(one, block, False))
+    return connection.register_forward_hook(_around(one, place, False))
 
 
-def _around(one: Intervention, block: int, passes_values: bool) -> Callable[..., Any]:
+def _around(one: Intervention, place: Place, passes_values: bool) -> Callable[..., Any]:
     def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         before = cast(Tensor, args[0])
         after = cast(Tensor, output[0] if passes_values else output)
-        if one.part == "state":
-            new = one.apply(after, block, "state")
-        else:
-            new = one.apply_update(before, after, block)
+        new = one.apply(after, place) if one.part == "state" else one.apply_update(before, after, place)
         return (new, *output[1:]) if passes_values else new
 
     return hook

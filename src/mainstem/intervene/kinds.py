@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +15,25 @@ from mainstem.errors import ConfigError
 
 PARTS = ("block", "writes", "attn", "mlp", "cross_attn", "mixer", "other", "state")
 """What an intervention can be at; see `Intervention`."""
+
+
+class Place(NamedTuple):
+    """One place of the stream that can be changed.
+
+    Attributes:
+        block: its number, 0-based.
+        part: ``"block"``, ``"state"``, or the kind of a write.
+        sublayer: of a write: the place of its sublayer in the block, from 0, so that two of a kind are told
+            apart. 0 for the others.
+    """
+
+    block: int
+    part: str
+    sublayer: int = 0
+
+
+ByPlace: TypeAlias = Mapping[int, Tensor] | Mapping[Place, Tensor]
+"""Tensors by place, or by block, for whatever part of it is changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,26 +72,26 @@ class Intervention(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def change(self, value: Tensor, block: int, part: str) -> Tensor:
+    def change(self, value: Tensor, place: Place) -> Tensor:
         """Return what is put in the place of ``value``, ``[batch, pos, (n,) width]``, at all positions."""
 
-    def apply(self, value: Tensor, block: int, part: str) -> Tensor:
+    def apply(self, value: Tensor, place: Place) -> Tensor:
         """Return ``value`` changed at the rows and positions of this intervention; a new tensor."""
-        return self._select(value, lambda chosen: self.change(chosen, block, part))
+        return self._select(value, lambda chosen: self.change(chosen, place))
 
-    def apply_update(self, before: Tensor, after: Tensor, block: int) -> Tensor:
-        """Return the state after a block whose update ``after - before`` is changed; exact for a skip."""
+    def apply_update(self, before: Tensor, after: Tensor, place: Place) -> Tensor:
+        """Return the state after a block or sublayer whose update is changed; exact for a skip."""
         rows = self.rows or range(before.shape[0])
 
         def changed(chosen: Tensor) -> Tensor:
             start = before[rows.start : rows.stop].to(chosen.dtype)
-            return self.change_update(start, chosen, block)
+            return self.change_update(start, chosen, place)
 
         return self._select(after, changed)
 
-    def change_update(self, before: Tensor, after: Tensor, block: int) -> Tensor:
+    def change_update(self, before: Tensor, after: Tensor, place: Place) -> Tensor:
         """Return ``before + change(after - before)``."""
-        return before + self.change(after - before, block, "block")
+        return before + self.change(after - before, place)
 
     def _select(self, value: Tensor, changed: Callable[[Tensor], Tensor]) -> Tensor:
         rows = self.rows or range(value.shape[0])
@@ -111,11 +132,11 @@ class Zero(Intervention):
         """A write of several terms may be zeroed term by term."""
         return True
 
-    def change(self, value: Tensor, block: int, part: str) -> Tensor:
+    def change(self, value: Tensor, place: Place) -> Tensor:
         """Return zeros."""
         return torch.zeros_like(value)
 
-    def change_update(self, before: Tensor, after: Tensor, block: int) -> Tensor:
+    def change_update(self, before: Tensor, after: Tensor, place: Place) -> Tensor:
         """Return the state before."""
         return before
 
@@ -145,7 +166,7 @@ class Scale(Intervention):
         """A write of several terms may be scaled term by term."""
         return True
 
-    def change(self, value: Tensor, block: int, part: str) -> Tensor:
+    def change(self, value: Tensor, place: Place) -> Tensor:
         """Return ``factor * value``."""
         return value * self.factor
 
@@ -155,16 +176,16 @@ class Noise(Intervention):
     """What is added, plus noise of ``size`` times its norm, token by token, in a random direction.
 
     ``w_t + size |w_t| g_t / |g_t|``, ``g`` standard normal, so that the noise's relative norm is ``size``
-    exactly. Drawn on the host from ``seed``, block and part: the same on every device, for a given shape.
+    exactly. Drawn on the host from ``seed`` and place: the same on every device, for a given shape.
     """
 
     size: float
     seed: int = 0
 
-    def change(self, value: Tensor, block: int, part: str) -> Tensor:
+    def change(self, value: Tensor, place: Place) -> Tensor:
         """Return ``value`` and the noise; norms over all dims but batch and position."""
         wide = torch.promote_types(value.dtype, torch.float32)
-        draw = torch.randn(value.shape, generator=_generator(self.seed, block, part), dtype=torch.float64)
+        draw = torch.randn(value.shape, generator=_generator(self.seed, place), dtype=torch.float64)
         dims = tuple(range(2, value.ndim))
         direction = (draw / torch.linalg.vector_norm(draw, dim=dims, keepdim=True)).to(value.device, wide)
         size = torch.linalg.vector_norm(value.to(wide), dim=dims, keepdim=True)
@@ -177,23 +198,23 @@ class Resample(Intervention):
 
     Attributes:
         seed: of the choice.
-        donors: by block, recorded writes ``[sequences, pos, (n,) width]`` of another text, of which each
-            sequence gets one at random; when not given, the sequences of the batch are given one another's,
-            and none its own.
+        donors: by block or `Place`, recorded writes ``[sequences, pos, (n,) width]`` of another text, of
+            which each sequence gets one at random; when not given, the sequences of the batch are given one
+            another's, and none its own.
     """
 
     seed: int = 0
-    donors: Mapping[int, Tensor] | None = None
+    donors: ByPlace | None = None
 
-    def change(self, value: Tensor, block: int, part: str) -> Tensor:
+    def change(self, value: Tensor, place: Place) -> Tensor:
         """Return the writes of others.
 
         Raises:
             ConfigError: the batch holds one sequence and no donors were given, or none for this block.
         """
-        generator, num_rows = _generator(self.seed, block, part), value.shape[0]
+        generator, num_rows = _generator(self.seed, place), value.shape[0]
         if self.donors is not None:
-            donors = _for_block(self.donors, block, "donors").to(value.device, value.dtype)
+            donors = _at_place(self.donors, place, "donors").to(value.device, value.dtype)
             chosen = torch.randint(len(donors), (num_rows,), generator=generator)
             return donors[chosen.to(value.device)]
         if num_rows < 2:
@@ -209,24 +230,24 @@ class Replace(Intervention):
     """A given tensor in the place of what is added (or, at ``"state"``, of the stream): a patch.
 
     Attributes:
-        values: by block, ``[batch, pos, (n,) width]`` or anything that broadcasts to it.
+        values: by block or `Place`, ``[batch, pos, (n,) width]`` or anything that broadcasts to it.
     """
 
-    values: Mapping[int, Tensor]
+    values: ByPlace
 
-    def change(self, value: Tensor, block: int, part: str) -> Tensor:
+    def change(self, value: Tensor, place: Place) -> Tensor:
         """Return the given tensor, in the stream's shape.
 
         Raises:
             ConfigError: there is none for this block, or it does not broadcast.
         """
-        given = _for_block(self.values, block, "values").to(value.device, value.dtype)
+        given = _at_place(self.values, place, "values").to(value.device, value.dtype)
         try:
             return given.expand(value.shape)
         except RuntimeError:
             raise ConfigError(
-                f"the value for block {block} is {list(given.shape)}; expected {list(value.shape)} or what "
-                "broadcasts to it."
+                f"the value for block {place.block} is {list(given.shape)}; expected {list(value.shape)} or "
+                "what broadcasts to it."
             ) from None
 
 
@@ -235,28 +256,31 @@ class Mean(Intervention):
     """The mean over a corpus in the place of what is added, the same at every token.
 
     Attributes:
-        means: the result of `WriteMeans`: by block and part, ``[(n,) width]``.
+        means: the result of `WriteMeans`: by place, ``[(n,) width]``.
     """
 
-    means: Mapping[tuple[int, str], Tensor]
+    means: Mapping[Place, Tensor]
 
-    def change(self, value: Tensor, block: int, part: str) -> Tensor:
+    def change(self, value: Tensor, place: Place) -> Tensor:
         """Return the mean, in the stream's shape.
 
         Raises:
-            ConfigError: none was recorded for this block and part.
+            ConfigError: none was recorded for this place.
         """
-        if (block, part) not in self.means:
-            raise ConfigError(f"no mean was recorded for {part!r} of block {block}.")
-        return self.means[block, part].to(value.device, value.dtype).expand(value.shape)
+        if place not in self.means:
+            raise ConfigError(f"no mean was recorded for {place.part!r} of block {place.block}.")
+        return self.means[place].to(value.device, value.dtype).expand(value.shape)
 
 
-def _for_block(values: Mapping[int, Tensor], block: int, name: str) -> Tensor:
-    if block not in values:
-        raise ConfigError(f"{name} has nothing for block {block}; it has blocks {sorted(values)}.")
-    return values[block]
+def _at_place(values: ByPlace, place: Place, name: str) -> Tensor:
+    known = cast(Mapping[Any, Tensor], values)
+    for key in (place, place.block):
+        if key in known:
+            return known[key]
+    raise ConfigError(f"{name} has nothing for block {place.block}; it has {sorted(known)}.")
 
 
-def _generator(seed: int, block: int, part: str) -> torch.Generator:
-    """Return a stream of random numbers of its own for each seed, block and part."""
-    return torch.Generator().manual_seed((seed * 1_000_003 + block) * len(PARTS) + PARTS.index(part))
+def _generator(seed: int, place: Place) -> torch.Generator:
+    """Return a stream of random numbers of its own for each seed and place."""
+    digest = hashlib.sha256(repr((seed, *place)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
