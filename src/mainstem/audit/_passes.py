@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mainstem.audit._checks import check_vocabulary
+from mainstem.audit._placement import device_of, kept_activations
 from mainstem.audit._probes import Probes
 from mainstem.audit._provenance import speaks
 from mainstem.audit._ranks import Ranks
@@ -57,6 +58,7 @@ class Passes:
     ):
         self.windows, self.tell = windows, tell
         self.model = loaded.model
+        self.device = device_of(self.model)
         self.predicts_next = loaded.provenance.get("kind") == "causal"
         tell("finding the stream", 0, 1)
         self._maps: dict[tuple[Any, ...], StreamMap] = {}
@@ -83,7 +85,7 @@ class Passes:
         digest, saved = hashlib.sha256(), skip
         for number, window in enumerate(self._batches()):
             if number == 0:
-                self._first_window(window.to(self.model.device))
+                self._first_window(window.to(self.device))
             digest.update(window.input_ids.numpy().tobytes())
             if number < skip:
                 if number + 1 == skip and kept is not None and kept["tokens"] != digest.hexdigest():
@@ -94,7 +96,7 @@ class Passes:
                 continue
             self.tell("reading the stream", number, self.windows.expected_batches or number + 1)
             if ranks.takes(number):
-                self._batch(window.to(self.model.device))
+                self._batch(window.to(self.device))
             if resume is not None and (number + 1 - saved) * self.windows.batch_size >= resume.every:
                 resume.save(number + 1, digest.hexdigest(), self.state_dict())
                 saved = number + 1
@@ -153,7 +155,8 @@ class Passes:
             position_ids=window.position_ids[:1],
         )
         batch = Batch(mask=one.attention_mask.bool(), token_ids=one.input_ids)
-        self.probes.window(self.inputs_of(one), self.map_for(one), batch, self.tolerance)
+        with kept_activations(self.model):
+            self.probes.window(self.inputs_of(one), self.map_for(one), batch, self.tolerance)
 
     def _batch(self, window: WindowBatch) -> None:
         inputs, stream_map = self.inputs_of(window), self.map_for(window)
@@ -191,7 +194,7 @@ class Passes:
 
     def inputs_of(self, window: WindowBatch) -> dict[str, Any]:
         """Return the model's arguments for some windows."""
-        inputs: dict[str, Any] = window.to(self.model.device).inputs_for(self.model)
+        inputs: dict[str, Any] = window.to(self.device).inputs_for(self.model)
         if hasattr(self.model.config, "use_cache"):
             inputs["use_cache"] = False
         return inputs

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mainstem.audit._attribution import Attributed, attributed, tokens_of
+from mainstem.audit._placement import weight_of
 from mainstem.audit._provenance import speaks
 from mainstem.audit.config import AuditConfig
 from mainstem.errors import MainstemError
@@ -68,7 +69,7 @@ class Probes:
         return [] if self.nearest is None else [self.nearest]
 
     def _nearest(self, stream_map: StreamMap, config: AuditConfig) -> NearestEmbedding | None:
-        weight = getattr(self._model.get_input_embeddings(), "weight", None)
+        weight = weight_of(self._model.get_input_embeddings())
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == stream_map.width:
             return NearestEmbedding(weight, every=config.identity_every)
         self.found.notes.append(

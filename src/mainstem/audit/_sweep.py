@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mainstem.audit._placement import device_of
 from mainstem.audit._provenance import speaks
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import BlockDamage, Damage, RemovalPlan
@@ -113,7 +114,7 @@ class Skips:
                 input_ids=window.input_ids[:left],
                 attention_mask=window.attention_mask[:left],
                 position_ids=window.position_ids[:left],
-            ).to(self.model.device)
+            ).to(device_of(self.model))
             found = self.map_for(some)
             first = first or found
             if found is first:

@@ -11,6 +11,7 @@ import mainstem
 from mainstem.audit._assemble import assemble
 from mainstem.audit._checks import check_device, clear_failures, window_that_fits
 from mainstem.audit._passes import TOLERANCE, Passes, Progress
+from mainstem.audit._placement import device_of
 from mainstem.audit._provenance import provenance_of
 from mainstem.audit._ranks import Ranks, joined
 from mainstem.audit._resume import Resume
@@ -103,7 +104,7 @@ def map_of(
         name, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, device=device
     )
     known = getattr(loaded.model.get_input_embeddings(), "num_embeddings", 2)
-    ids = torch.arange(2 * 7, device=loaded.model.device).reshape(2, 7) % known
+    ids = torch.arange(2 * 7, device=device_of(loaded.model)).reshape(2, 7) % known
     with clear_failures(loaded.model):
         return find_stream(loaded.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 

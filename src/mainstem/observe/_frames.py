@@ -45,7 +45,9 @@ class FrameTracker:
     """
 
     def __init__(self, model: nn.Module):
-        self._names = {id(m): name for name, m in model.named_modules()}
+        self._names = {id(m): name.replace("._orig_mod", "") for name, m in model.named_modules()}
+        # torch.compile's wrapper is no call of its own: what it wraps has the name.
+        self._wrappers = {id(m) for m in model.modules() if unwrapped(m) is not m}
         self._calls: defaultdict[str, int] = defaultdict(int)
         self._stack: list[Frame] = []
         self._handles: list[RemovableHandle] = []
@@ -66,7 +68,7 @@ class FrameTracker:
         return bool(_OPEN.trackers) and _OPEN.trackers[-1] is self
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._is_innermost:
+        if not self._is_innermost or id(module) in self._wrappers:
             return
         path = self._names.get(id(module))
         if path is None:  # a module made on the fly belongs to whoever made it
@@ -76,7 +78,7 @@ class FrameTracker:
         self._calls[path] += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_innermost and self._stack:
+        if self._is_innermost and self._stack and id(module) not in self._wrappers:
             self._stack.pop()
 
     def __enter__(self) -> FrameTracker:
