@@ -84,6 +84,8 @@ def assemble(
         provenance["sampling"]["carried_share, final_share"] = "the first window"
     if found.gradients is not None:
         provenance["sampling"]["gradient_norm"] = f"the first window, {found.gradients.num_tokens} tokens"
+    if probed.streams is not None:
+        provenance["sampling"]["streams"] = f"the first window, {probed.streams.tokens} tokens"
     if swept.damage is not None:
         provenance["sampling"]["damage"] = (
             f"the first {swept.damage.windows} windows, {swept.damage.tokens} tokens"
@@ -120,6 +122,7 @@ def assemble(
         findings=(),
         damage=swept.damage,
         attribution=None if probed.attributed is None else _attribution(probed.attributed, decode),
+        streams=probed.streams,
     )
     asked = {QUESTIONS[name] for name in provenance["options"]["only"] or QUESTIONS}
     return make_findings(result, asked)

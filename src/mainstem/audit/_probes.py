@@ -14,6 +14,7 @@ from mainstem.audit._attribution import Attributed, attributed, tokens_of
 from mainstem.audit._placement import weight_of
 from mainstem.audit._provenance import speaks
 from mainstem.audit.config import AuditConfig
+from mainstem.connections import make_scheme
 from mainstem.errors import MainstemError
 from mainstem.measure import (
     Batch,
@@ -23,9 +24,19 @@ from mainstem.measure import (
     Reducer,
     Split,
     StreamGradients,
+    StreamsResult,
 )
-from mainstem.observe import Ledger, Recording, StreamMap, ledger_and_tail, record
+from mainstem.observe import (
+    Ledger,
+    Recording,
+    StreamMap,
+    ledger_and_tail,
+    record,
+    streams_of,
+    tower_streams,
+)
 from mainstem.sources import LoadedModel
+from mainstem.tower import Tower
 
 
 @dataclasses.dataclass
@@ -37,6 +48,7 @@ class Probed:
     final_share: Split | None = None
     attributed: Attributed | None = None
     gradients: GradientResult | None = None
+    streams: StreamsResult | None = None
     notes: list[str] = dataclasses.field(default_factory=list[str])
 
 
@@ -84,6 +96,8 @@ class Probes:
         """Ask one window what the ledger says of its embedding and of a token, and what gradient gets
         down."""
         attributes = self._asks("answer") and self._speaks
+        if self._asks("writes"):
+            self.found.streams = self._streams(inputs, stream_map)
         if self.nearest is not None or attributes:
             try:
                 books, seen = ledger_and_tail(self._model, inputs, stream_map, keep_tail=attributes)
@@ -100,6 +114,19 @@ class Probes:
                 self.found.gradients = self._gradients(inputs, stream_map, batch)
             except MainstemError as error:
                 self.found.notes.append(f"gradient figures are null: {error}")
+
+    def _streams(self, inputs: Mapping[str, Any], stream_map: StreamMap) -> StreamsResult | None:
+        """Return the figures of several streams, None for one; of a tower, as its connections have them."""
+        tower = getattr(self._model, "tower", None)
+        if isinstance(tower, Tower) and make_scheme(tower.config.connection).family == "wider streams":
+            return tower_streams(tower, inputs["input_ids"], inputs.get("attention_mask"))
+        if stream_map.num_streams == 1:
+            return None
+        self.found.notes.append(
+            "streams.blocks[].reads has no figure: a map found by data flow says what joins the streams, not "
+            "what is read from them"
+        )
+        return streams_of(self._model, inputs, stream_map)
 
     def _shares(self, books: Ledger, stream_map: StreamMap, batch: Batch) -> None:
         self.found.final_share = _split(books.final_share("embed"), batch)

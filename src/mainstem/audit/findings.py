@@ -118,7 +118,34 @@ def _writes(result: AuditResult) -> str | None:
     verb = "writes" if len(erasing) == 1 else "write"
     tail = f"; {_ranges(erasing)} {verb} against the stream (cosine below 0)" if erasing else ""
     what = "Median over blocks of a write's size" if len(result.blocks) > 1 else "Size of a write"
-    return f"{what} beside the stream it joins: {', '.join(parts)}{tail}."
+    return f"{what} beside the stream it joins: {', '.join(parts)}{tail}.{_streams(result)}"
+
+
+def _streams(result: AuditResult) -> str:
+    streams = result.streams
+    if streams is None:
+        return ""
+    last, parts = streams.blocks[-1], [f" {streams.num_streams} streams"]
+    if last.state.similarity is not None and math.isfinite(last.state.similarity):
+        parts.append(
+            f"after the last block two of them have a cosine of {_number(last.state.similarity)} on average, "
+            f"as many as {_number(_or_nan(last.state.effective_streams))} unlike ones"
+        )
+    if last.product_gain is not None and last.product_distance is not None:
+        parts.append(
+            f"the product of all mixing matrices is {_number(last.product_distance)} from the identity, its "
+            f"largest singular value {_number(last.product_gain)}"
+        )
+    else:
+        parts.append("how they are mixed could not be read exactly")
+    shares = [(r.embed_share, r.effective_sources) for r in last.reads if r.embed_share is not None]
+    if shares:
+        share, sources = shares[-1]
+        parts.append(
+            f"the last sublayer has {_percent(_or_nan(share))} of its weight on the embedding and reads as "
+            f"from {_number(_or_nan(sources))} equal writes"
+        )
+    return "; ".join([f"{parts[0]}: {parts[1]}", *parts[2:]]) + "." if len(parts) > 1 else ""
 
 
 def _identity(result: AuditResult) -> str | None:

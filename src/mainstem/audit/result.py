@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mainstem.measure import EffectiveDepth
+from mainstem.measure import EffectiveDepth, StreamsResult
 
 SCHEMA = "mainstem.audit/1"
 
@@ -319,6 +319,7 @@ class AuditResult:
         effective_depth: the lens's KL over the blocks in a few figures, None without a lens.
         attribution: a token's logit by write (question 5), None where it was not asked or is not to be had.
         first_nonfinite: where a NaN or infinity came first, None where all is finite.
+        streams: each of several streams, what is read of them and how they are mixed; None for one stream.
         findings: by question.
     """
 
@@ -335,6 +336,7 @@ class AuditResult:
     findings: Sequence[Finding]
     damage: Damage | None = None
     attribution: Attribution | None = None
+    streams: StreamsResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; a figure that is not finite is None."""
