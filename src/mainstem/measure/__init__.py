@@ -28,6 +28,7 @@ from mainstem.measure.identity import IdentityResult, NearestEmbedding, StateIde
 from mainstem.measure.lens import Divergence, LensResult, LogitLens, StateLens, lens_divergence
 from mainstem.measure.loss import LossSums, loss_sums, next_token_loss, token_nll
 from mainstem.measure.norms import NamedNorm, StateNorm, StreamNormResult, StreamNorms
+from mainstem.measure.probe import LinearProbe, ProbeBaseline, ProbeFigures, ProbeResult
 from mainstem.measure.rounding import (
     Absorption,
     AbsorptionFigures,
@@ -92,12 +93,16 @@ __all__ = [
     "Joined",
     "LargestActivations",
     "LensResult",
+    "LinearProbe",
     "LogitLens",
     "LossSums",
     "NamedNorm",
     "NearestEmbedding",
     "NonFiniteResult",
     "NonFiniteSite",
+    "ProbeBaseline",
+    "ProbeFigures",
+    "ProbeResult",
     "QuantileSketch",
     "Reducer",
     "Result",

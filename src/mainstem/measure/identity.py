@@ -24,15 +24,17 @@ def nearest_embedding(states: Tensor, embedding: Tensor, *, chunk_tokens: int = 
         chunk_tokens: tokens compared at a time: one ``[chunk, vocab]`` is held.
     """
     dtype = measuring_dtype(states.dtype)
-    return _nearest(states.to(dtype), _unit_rows(embedding.to(states.device, dtype)), chunk_tokens)
+    return nearest_of(states.to(dtype), unit_rows(embedding.to(states.device, dtype)), chunk_tokens)
 
 
-def _unit_rows(embedding: Tensor) -> Tensor:
+def unit_rows(embedding: Tensor) -> Tensor:
+    """Rows at length 1; a row of zeros stays."""
     norm = torch.linalg.vector_norm(embedding, dim=-1, keepdim=True)
     return torch.where(norm == 0, 0.0, embedding / norm)
 
 
-def _nearest(states: Tensor, unit: Tensor, chunk_tokens: int) -> Tensor:
+def nearest_of(states: Tensor, unit: Tensor, chunk_tokens: int) -> Tensor:
+    """``argmax_v cos``, ``unit`` being rows of length 1 in the states' dtype."""
     # The state's own norm is one factor for all words and changes no order.
     return torch.cat([(rows @ unit.T).argmax(-1) for rows in states.split(chunk_tokens)])
 
@@ -91,7 +93,7 @@ class NearestEmbedding(Reducer):
             raise ConfigError(f"An embedding is [vocab, width]; got {list(embedding.shape)}.")
         self.every = require_positive("every", every)
         self.chunk_tokens = require_positive("chunk_tokens", chunk_tokens)
-        self._unit = _unit_rows(embedding.detach().to(measuring_dtype(embedding.dtype)))
+        self._unit = unit_rows(embedding.detach().to(measuring_dtype(embedding.dtype)))
         self._hits: dict[int, list[int]] = {}
         self._counts = {which: torch.zeros(len(embedding), dtype=torch.int64) for which in ("rest", "first")}
 
@@ -120,7 +122,7 @@ class NearestEmbedding(Reducer):
                 tokens = ids.reshape(-1).to(x.device)[places]
                 self._unit = self._unit.to(x.device)
                 if len(tokens):
-                    found = _nearest(rows, self._unit, self.chunk_tokens)
+                    found = nearest_of(rows, self._unit, self.chunk_tokens)
                     hits[i] += int((found == tokens).sum())
                 if state == 0:
                     counts = self._counts[which]
