@@ -49,6 +49,7 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
         StreamNotFoundError: no chain of states was found, with what was seen instead.
     """
     model = unwrapped(model)
+    _refuse_tensor_parallel(model)
     with torch.compiler.set_stance("force_eager"):
         seen = trace(model, probe(inputs))
     sink, output = _sink(seen, model)
@@ -68,6 +69,17 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
     if any(isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention) for m in model.modules()):
         found = dataclasses.replace(found, notes=(*found.notes, FUSED_NOTE))
     return found
+
+
+def _refuse_tensor_parallel(model: nn.Module) -> None:
+    """Refuse a model whose calls each process makes on a share of a tensor; FSDP gathers them before."""
+    spread = any(type(p).__name__ == "DTensor" for p in model.parameters())
+    if spread and not any(hasattr(m, "unshard") for m in model.modules()):
+        raise StreamNotFoundError(
+            f"the weights of {type(model).__name__} are spread over processes by tensor parallelism "
+            "(tp_plan), where a sublayer's write is put together out of sight of its calls. Load it without "
+            "tp_plan; device_map='auto' (--device auto) spreads it over the devices of one process."
+        )
 
 
 def probe(inputs: Mapping[str, Any]) -> dict[str, Any]:
