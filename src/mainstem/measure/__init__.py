@@ -47,6 +47,7 @@ from mainstem.measure.similarity import (
     block_influence,
 )
 from mainstem.measure.sketch import QuantileSketch
+from mainstem.measure.spectra import SpectraResult, Spectrum, StateSpectra, StreamSpectra
 from mainstem.measure.streams import (
     BlockStreams,
     Joined,
@@ -107,17 +108,21 @@ __all__ = [
     "Reducer",
     "Result",
     "RoundingAbsorption",
+    "SpectraResult",
+    "Spectrum",
     "Split",
     "StateExtremes",
     "StateGradient",
     "StateIdentity",
     "StateLens",
     "StateNorm",
+    "StateSpectra",
     "StreamFigures",
     "StreamGradients",
     "StreamNormResult",
     "StreamNorms",
     "StreamRead",
+    "StreamSpectra",
     "StreamWrite",
     "StreamsEvent",
     "StreamsResult",

@@ -216,7 +216,7 @@ class LinearProbe(Reducer):
             for (given, token), count in pairs.items():
                 best[given] = max(best.get(given, (0, 0)), (count, -token))
             totals = Counter(self._counted.ids[:, column].tolist())
-            default = max(totals, key=lambda token: (totals[token], -token), default=-1)
+            default = min(((-count, token) for token, count in totals.items()), default=(0, -1))[1]
             given = self._held.ids[~new, 0].tolist()
             guessed = [-best[g][1] if g in best else default for g in given]
             bigram = _mean(np.array(guessed) == wanted[~new])
