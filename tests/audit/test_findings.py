@@ -14,6 +14,7 @@ from mainstem.audit import AuditResult, BlockFigures, run_audit
 from mainstem.audit.findings import make_findings
 from mainstem.audit.result import AttributedPart
 from mainstem.errors import ConfigError
+from mainstem.measure import ProbeBaseline, ProbeFigures, ProbeResult, Spectrum, StateSpectra
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,7 @@ def test_nothing_finite(llama: AuditResult) -> None:
     result = dataclasses.replace(
         result,
         attribution=None,
+        spectra=None,
         outliers=outliers,
         angular_distance=dataclasses.replace(llama.angular_distance, best=best),
         first_nonfinite={"block": 1, "site": "attn[0]", "sequence": 0, "position": 3, "token_id": 5},
@@ -143,9 +145,9 @@ def test_when_the_answer_forms(llama: AuditResult, top1: tuple[float, ...], wher
 
 def test_who_writes_against_the_stream(llama: AuditResult) -> None:
     text = said(with_blocks(llama, *({"write_cosine": c} for c in (0.1, -0.1, 0.0))))[3]
-    assert text.endswith("; block 1 writes against the stream (cosine below 0).")
+    assert "; block 1 writes against the stream (cosine below 0)." in text
     text = said(with_blocks(llama, *({"write_cosine": c} for c in (-0.1, 0.1, -0.2))))[3]
-    assert text.endswith("; blocks 0, 2 write against the stream (cosine below 0).")
+    assert "; blocks 0, 2 write against the stream (cosine below 0)." in text
 
 
 def test_the_blocks_of_least_influence_come_first(llama: AuditResult) -> None:
@@ -195,6 +197,50 @@ def test_whose_parts_of_a_logit_are_largest(llama: AuditResult) -> None:
     alone = dataclasses.replace(capped, against=None, against_id=None, transforms=())
     text = said(dataclasses.replace(llama, attribution=alone))[5]
     assert " At position 4 the logit of 'a' is +0.5 logits, the sum of 4 parts:" in text
+
+
+def cloud(state: int, ratio: float, typical: float, cka: float, typical_cka: float) -> StateSpectra:
+    spectra = [Spectrum(r, 350.0, r, r, 100 - 3 * (r != ratio)) for r in (ratio, typical)]
+    return StateSpectra(state, *spectra, cka, cka, typical_cka, typical_cka)
+
+
+def test_directions_and_the_least_alike(llama: AuditResult) -> None:
+    spectra = [
+        cloud(0, 11, 11, 0.9, 0.9),
+        cloud(1, 2.4, 29.2, 0.32, 0.76),
+        cloud(3, 12, 12, math.nan, math.nan),
+    ]
+    found = said(dataclasses.replace(llama, spectra=spectra))
+    assert found[2].endswith(
+        " Its tokens spread over 11 directions before block 0 and 12 after the last block (participation "
+        "ratio; effective rank 350 and 350), over the fewest of the states looked at before block 1: 2.4 "
+        "(29.2 without 3 outlier tokens)."
+    )
+    assert found[3].endswith(
+        " Of the states looked at the least alike neighbours are those before block 1 and after the last "
+        "block (CKA 0.32; 0.76 without outlier tokens)."
+    )
+    nothing = [cloud(s, math.nan, math.nan, math.nan, math.nan) for s in (0, 3)]
+    found = said(dataclasses.replace(llama, spectra=nothing))
+    assert "directions" not in found[2]
+    assert "CKA" not in found[3]
+
+
+def test_what_a_probe_names(llama: AuditResult) -> None:
+    shares = {(0, 0): (1.0, 0.9), (0, 1): (0.2, 0.0), (3, 0): (0.55, 0.05), (3, 1): (0.18, 0.0)}
+    probe = ProbeResult(
+        figures=tuple(ProbeFigures(s, o, text, types, 0.1) for (s, o), (text, types) in shares.items()),
+        baselines=(ProbeBaseline(0, 0.04, 0.1, math.nan), ProbeBaseline(1, 0.04, 0.1, 0.17)),
+        num_train=900,
+        num_text=90,
+        num_types=10,
+    )
+    text = said(dataclasses.replace(llama, probe=probe))[4]
+    assert text.endswith(
+        " On held-out text a linear probe of the stream before block 0 and after the last block names the "
+        "token in place at 100% and 55% (commonest token 4.0%; words it was not trained on 90% and 5.0%), "
+        "the one before it at 20% and 18% (commonest token 4.0%, bigram 17%)."
+    )
 
 
 SHARES = ((0.75, 2.0), (0.5, 9.0), (0.25, 1.0))

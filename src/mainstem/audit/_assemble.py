@@ -39,6 +39,8 @@ from mainstem.measure import (
     effective_depth,
     random_walk_angle,
 )
+from mainstem.measure.probe import MAX_HELD_OUT, TEXT_EVERY, TYPES_EVERY
+from mainstem.measure.spectra import CKA_TOKENS
 from mainstem.observe import Books, StreamMap
 
 
@@ -82,6 +84,16 @@ def assemble(
             f"every {found.identity.every}. position, {found.identity.num_tokens} tokens"
         )
         provenance["sampling"]["carried_share, final_share"] = "the first window"
+    if probed.spectra is not None:
+        looked_at = ", ".join(str(s.state) for s in probed.spectra.states)
+        provenance["sampling"]["spectra"] = (
+            f"states {looked_at}, all tokens but the windows' first; for CKA at most {CKA_TOKENS} a window"
+        )
+    if probed.probe is not None:
+        provenance["sampling"]["probe"] = (
+            f"{probed.probe.num_train} tokens trained on; every {TEXT_EVERY}. window and one token type in "
+            f"{TYPES_EVERY} held out, and of the held-out tokens at most {MAX_HELD_OUT} judged"
+        )
     if found.gradients is not None:
         provenance["sampling"]["gradient_norm"] = f"the first window, {found.gradients.num_tokens} tokens"
     if probed.streams is not None:
@@ -121,6 +133,8 @@ def assemble(
         first_nonfinite=None if first is None else first.to_dict(),
         findings=(),
         damage=swept.damage,
+        spectra=None if probed.spectra is None else probed.spectra.states,
+        probe=probed.probe,
         attribution=None if probed.attributed is None else _attribution(probed.attributed, decode),
         streams=probed.streams,
     )

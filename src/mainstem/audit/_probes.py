@@ -20,12 +20,17 @@ from mainstem.measure import (
     Batch,
     GradientResult,
     IdentityResult,
+    LinearProbe,
     NearestEmbedding,
+    ProbeResult,
     Reducer,
+    SpectraResult,
     Split,
     StreamGradients,
+    StreamSpectra,
     StreamsResult,
 )
+from mainstem.measure.probe import TEXT_EVERY
 from mainstem.observe import (
     Ledger,
     Recording,
@@ -38,6 +43,9 @@ from mainstem.observe import (
 from mainstem.sources import LoadedModel
 from mainstem.tower import Tower
 
+SPECTRA_STATES = {1024: 9, 2048: 5, 4096: 3}
+"""How many states' spectra are looked at in a stream of up to so many entries."""
+
 
 @dataclasses.dataclass
 class Probed:
@@ -47,6 +55,8 @@ class Probed:
     carried_share: Split | None = None
     final_share: Split | None = None
     attributed: Attributed | None = None
+    spectra: SpectraResult | None = None
+    probe: ProbeResult | None = None
     gradients: GradientResult | None = None
     streams: StreamsResult | None = None
     notes: list[str] = dataclasses.field(default_factory=list[str])
@@ -56,7 +66,9 @@ class Probes:
     """Ask the questions that a config wants.
 
     Attributes:
-        nearest: None where question 4 is not asked or the embedding does not fit the stream.
+        nearest: None where question 4 is not asked or the embedding does not fit the stream; ``probe``:
+            likewise, or where it was not asked for.
+        spectra: None where neither question 2 nor 3 is asked, or the stream is too wide.
         found: what was found so far.
 
     Raises:
@@ -69,7 +81,12 @@ class Probes:
         self._has_loss = loaded.provenance.get("kind") == "causal" and self._speaks
         self._tokens = tokens_of(config.attribute, loaded.tokenizer)
         self.found = Probed()
-        self.nearest = self._nearest(stream_map, config) if config.asks("identity") else None
+        self.nearest: NearestEmbedding | None = None
+        self.probe: LinearProbe | None = None
+        if config.asks("identity"):
+            self._ask_identity(stream_map, config)
+        asks_spectra = config.asks("growth") or config.asks("writes")
+        self.spectra = self._spectra(stream_map) if asks_spectra else None
         if config.asks("signals") and not self._has_loss:
             self.found.notes.append("gradient figures are null: there is no loss of a next token")
         if config.asks("answer") and not self._speaks:
@@ -78,17 +95,27 @@ class Probes:
     @property
     def reducers(self) -> list[Reducer]:
         """What every batch is to be recorded with."""
-        return [] if self.nearest is None else [self.nearest]
+        return [r for r in (self.nearest, self.probe, self.spectra) if r is not None]
 
-    def _nearest(self, stream_map: StreamMap, config: AuditConfig) -> NearestEmbedding | None:
+    def _spectra(self, stream_map: StreamMap) -> StreamSpectra | None:
+        """Look at fewer states the wider they are: a covariance of each is held, and solved."""
+        width = stream_map.num_streams * stream_map.width
+        for widest, num_states in SPECTRA_STATES.items():
+            if width <= widest:
+                return StreamSpectra(num_states)
+        self.found.notes.append(f"spectra are null: covariances of a stream of {width} entries are too large")
+        return None
+
+    def _ask_identity(self, stream_map: StreamMap, config: AuditConfig) -> None:
         weight = weight_of(self._model.get_input_embeddings())
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == stream_map.width:
-            return NearestEmbedding(weight, every=config.identity_every)
+            self.nearest = NearestEmbedding(weight, every=config.identity_every)
+            self.probe = LinearProbe(weight) if config.probe else None
+            return
         self.found.notes.append(
             "identity figures are null: the input embedding is no matrix of the stream's width "
             f"({stream_map.width}), so no row of it can be near a state"
         )
-        return None
 
     def window(
         self, inputs: Mapping[str, Any], stream_map: StreamMap, batch: Batch, tolerance: float
@@ -151,6 +178,15 @@ class Probes:
     def close(self) -> Probed:
         """Return what was found."""
         self.found.identity = None if self.nearest is None else self.nearest.result()
+        if self.probe is not None:
+            self.found.probe = self.probe.result()
+            if self.found.probe.num_train < 2 or self.found.probe.num_text + self.found.probe.num_types < 1:
+                self.found.probe = None
+                self.found.notes.append(
+                    f"probe is null: every {TEXT_EVERY}. window is held out, and there are too few tokens to "
+                    "train on or to judge by; use more --tokens"
+                )
+        self.found.spectra = None if self.spectra is None else self.spectra.result()
         return self.found
 
     def _gradients(self, inputs: Mapping[str, Any], stream_map: StreamMap, batch: Batch) -> GradientResult:

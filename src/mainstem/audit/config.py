@@ -42,6 +42,7 @@ class AuditConfig:
         sweep: whether to skip every block in turn, which costs about half as many passes as there are blocks;
             ``only`` asks for it too where it names damage or removal.
         sweep_windows: of how many of the first windows.
+        probe: whether to fit linear probes of token identity, which takes a while after the last pass.
         attribute: the token whose logit after the first window is attributed to every write, or two with a
             comma between them, ``"A,B"``, for the difference; None for the model's two best tokens.
         only: names of `QUESTIONS` to answer, none for all. The pass that checks the books is always made;
@@ -64,6 +65,7 @@ class AuditConfig:
     identity_every: int = 8
     sweep: bool = False
     sweep_windows: int = 4
+    probe: bool = False
     attribute: str | None = None
     only: tuple[str, ...] = ()
 
@@ -81,6 +83,8 @@ class AuditConfig:
         unknown = [name for name in self.only if name not in QUESTIONS]
         if unknown:
             raise ConfigError(f"there is no question {unknown[0]!r}; it must be of {', '.join(QUESTIONS)}.")
+        if self.probe and not self.asks("identity"):
+            raise ConfigError("a probe belongs to the question 'identity'; name it in --only.")
         if self.attribute is not None and not self.asks("answer"):
             raise ConfigError("a token's logit belongs to the question 'answer'; name it in --only.")
         if self.sweep and self.only and not {"damage", "removal"} & set(self.only):

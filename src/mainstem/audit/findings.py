@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -95,7 +96,50 @@ def _growth(result: AuditResult) -> str:
             )
         text += f" ({', '.join(asides)})" if asides else ""
     massive = [o.block for o in result.outliers if o.massive]
-    return text + (f"; massive after {_ranges(massive)}." if massive else ".")
+    return text + (f"; massive after {_ranges(massive)}." if massive else ".") + _directions(result)
+
+
+def _directions(result: AuditResult) -> str:
+    """Say how many directions the tokens of the states use."""
+    states = [s for s in result.spectra or () if math.isfinite(s.whole.participation_ratio)]
+    if len(states) < 2:
+        return ""
+    first, last = states[0], states[-1]
+    ratios = [_number(s.whole.participation_ratio) for s in (first, last)]
+    ranks = [_number(s.whole.effective_rank) for s in (first, last)]
+    text = (
+        f" Its tokens spread over {ratios[0]} directions before block 0 and {ratios[1]} after the last block "
+        f"(participation ratio; effective rank {ranks[0]} and {ranks[1]})"
+    )
+    least = min(states, key=lambda s: s.whole.participation_ratio)
+    left_out = least.whole.num_tokens - least.typical.num_tokens
+    if least not in (first, last) or left_out:
+        text += f", over the fewest of the states looked at {_at(result, least.state)}: "
+        text += _number(least.whole.participation_ratio)
+        if left_out:
+            less = f"{left_out} outlier token" + ("s" if left_out > 1 else "")
+            text += f" ({_number(least.typical.participation_ratio)} without {less})"
+    return text + "."
+
+
+def _alike(result: AuditResult) -> str:
+    """Say which neighbours of the states that were looked at are least alike."""
+    pairs = [
+        (s.cka_next, s, t) for s, t in itertools.pairwise(result.spectra or ()) if math.isfinite(s.cka_next)
+    ]
+    if not pairs:
+        return ""
+    cka, state, following = min(pairs, key=lambda pair: pair[0])
+    typical = state.typical_cka_next
+    aside = f"; {typical:.2f} without outlier tokens" if f"{typical:.2f}" not in ("nan", f"{cka:.2f}") else ""
+    return (
+        f" Of the states looked at the least alike neighbours are those {_at(result, state.state)} and "
+        f"{_at(result, following.state)} (CKA {cka:.2f}{aside})."
+    )
+
+
+def _at(result: AuditResult, state: int) -> str:
+    return f"before block {state}" if state < len(result.blocks) else "after the last block"
 
 
 def _writes(result: AuditResult) -> str | None:
@@ -118,7 +162,7 @@ def _writes(result: AuditResult) -> str | None:
     verb = "writes" if len(erasing) == 1 else "write"
     tail = f"; {_ranges(erasing)} {verb} against the stream (cosine below 0)" if erasing else ""
     what = "Median over blocks of a write's size" if len(result.blocks) > 1 else "Size of a write"
-    return f"{what} beside the stream it joins: {', '.join(parts)}{tail}.{_streams(result)}"
+    return f"{what} beside the stream it joins: {', '.join(parts)}{tail}.{_alike(result)}{_streams(result)}"
 
 
 def _streams(result: AuditResult) -> str:
@@ -161,7 +205,30 @@ def _identity(result: AuditResult) -> str | None:
         lost = next((i for i, share in enumerate(shares) if share < 0.5), None)
         text += f"; below half first after block {lost}" if lost else ""
     text += f" (always naming the commonest token: {_percent(result.identity.majority)})"
-    return f"{text}{_carried(result.identity)}."
+    return f"{text}{_carried(result.identity)}.{_probed(result)}"
+
+
+def _probed(result: AuditResult) -> str:
+    """Say what linear probes name on held-out text, at the first and the last state."""
+    probe = result.probe
+    if probe is None or not probe.figures or not math.isfinite(probe.figures[0].text):
+        return ""
+    at = {(f.state, f.offset): f for f in probe.figures}
+    top = max(state for state, _ in at)
+    baselines = {b.offset: b for b in probe.baselines}
+    parts: list[str] = []
+    for offset, words in ((0, "the token in place"), (1, "the one before it")):
+        low, high = at[0, offset], at[top, offset]
+        aside = f"commonest token {_percent(baselines[offset].text)}"
+        if offset == 0 and math.isfinite(low.types):
+            aside += f"; words it was not trained on {_percent(low.types)} and {_percent(high.types)}"
+        elif math.isfinite(baselines[offset].bigram):
+            aside += f", bigram {_percent(baselines[offset].bigram)}"
+        parts.append(f"{words} at {_percent(low.text)} and {_percent(high.text)} ({aside})")
+    return (
+        " On held-out text a linear probe of the stream before block 0 and after the last block names "
+        f"{', '.join(parts)}."
+    )
 
 
 def _carried(identity: Identity) -> str:

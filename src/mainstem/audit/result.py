@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mainstem.measure import EffectiveDepth, StreamsResult
+from mainstem.measure import EffectiveDepth, ProbeResult, StateSpectra, StreamsResult
 
 SCHEMA = "mainstem.audit/1"
 
@@ -317,6 +317,9 @@ class AuditResult:
         identity: question 4, None where it was not answered; ``gradient``: question 8 likewise.
         damage: question 6, None where no block was skipped.
         effective_depth: the lens's KL over the blocks in a few figures, None without a lens.
+        spectra: how many directions some states use and how alike they are (questions 2 and 3), None where
+            it was not asked or the stream is too wide.
+        probe: linear probes of token identity (question 4), None where none was asked for.
         attribution: a token's logit by write (question 5), None where it was not asked or is not to be had.
         first_nonfinite: where a NaN or infinity came first, None where all is finite.
         streams: each of several streams, what is read of them and how they are mixed; None for one stream.
@@ -336,6 +339,8 @@ class AuditResult:
     findings: Sequence[Finding]
     damage: Damage | None = None
     attribution: Attribution | None = None
+    spectra: Sequence[StateSpectra] | None = None
+    probe: ProbeResult | None = None
     streams: StreamsResult | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,6 +24,8 @@ OFFSETS = (0, 1, 2, 3)
 """How far back the tokens are that are asked for."""
 TEXT_EVERY, TYPES_EVERY = 4, 10
 """Every 4th window and one token type in 10 are held out."""
+MAX_HELD_OUT = 1024
+"""Held-out tokens that are judged, at most."""
 _GRID = tuple(10.0**power for power in range(-6, 3))
 
 
@@ -37,6 +39,8 @@ class ProbeFigures(Result):
         text: share of held-out tokens, of types that were trained on, that it names.
         types: share of held-out tokens of held-out types that it names.
         ridge: penalty that generalised cross-validation chose, in mean eigenvalues of the covariance.
+
+    All nan for a state that is not finite everywhere, or without 2 training tokens and one to judge by.
     """
 
     state: int
@@ -109,7 +113,12 @@ class LinearProbe(Reducer):
     saved = ("_gram", "_cross", "_squares", "_held", "_counted")
 
     def __init__(
-        self, embedding: Tensor, *, num_states: int = 5, max_held_out: int = 1024, max_counted: int = 1 << 18
+        self,
+        embedding: Tensor,
+        *,
+        num_states: int = 5,
+        max_held_out: int = MAX_HELD_OUT,
+        max_counted: int = 1 << 18,
     ):
         if embedding.dim() != 2:
             raise ConfigError(f"An embedding is [vocab, width]; got {list(embedding.shape)}.")
@@ -190,6 +199,10 @@ class LinearProbe(Reducer):
         is_new = held_out_types(self._held.ids)
         figures: list[ProbeFigures] = []
         for number, (state, gram) in enumerate(sorted(self._gram.items())):
+            is_fit = bool(torch.isfinite(gram).all()) and gram[-1, -1] >= 2
+            if not is_fit or not len(self._held.keys):
+                figures += [ProbeFigures(state, offset, math.nan, math.nan, math.nan) for offset in OFFSETS]
+                continue
             fit = _Ridge(gram)
             for column, offset in enumerate(OFFSETS):
                 ridge, guess = fit.predict(

@@ -18,6 +18,9 @@ from mainstem.measure.geometry import flat_streams
 OUTLIER_MEDIANS = 5.0
 """A token is an outlier where its norm is beyond so many medians of its window's norms."""
 
+CKA_TOKENS = 128
+"""Tokens of a window that CKA looks at, at most."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Spectrum(Result):
@@ -87,7 +90,7 @@ class StreamSpectra(Reducer):
     name = "stream_spectra"
     saved = ("_grams", "_hsic")
 
-    def __init__(self, num_states: int | None = 9, *, cka_tokens: int = 128):
+    def __init__(self, num_states: int | None = 9, *, cka_tokens: int = CKA_TOKENS):
         if num_states is not None and num_states < 2:
             raise ConfigError(f"num_states is {num_states}; it must be at least 2.")
         self.num_states = num_states
@@ -161,11 +164,12 @@ class StreamSpectra(Reducer):
         found: list[StateSpectra] = []
         for state, following in zip(states, [*states[1:], None], strict=True):
             whole, outliers = self._grams[state, "whole"], self._grams[state, "outliers"]
+            everything = spectrum(whole)
             found.append(
                 StateSpectra(
                     state,
-                    spectrum(whole),
-                    spectrum(whole - outliers),
+                    everything,
+                    spectrum(whole - outliers) if outliers[-1, -1] else everything,
                     self._cka(state, following, "whole"),
                     self._cka(state, last, "whole"),
                     self._cka(state, following, "typical"),
