@@ -26,7 +26,9 @@ FUSED_NOTE = (
     "their own formula, so that outputs differ by rounding (1e-5 in fp32) from those without recording"
 )
 """Why the outputs of a model with ``nn.TransformerEncoderLayer`` or ``nn.MultiheadAttention`` may differ."""
-_INSTEAD = "For a mainstem tower use mainstem.observe.tower_ledger, which asks its connections."
+_INSTEAD = (
+    "For a mainstem tower use mainstem.observe.tower_ledger and tower_streams, which ask its connections."
+)
 
 
 def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | None = None) -> StreamMap:
