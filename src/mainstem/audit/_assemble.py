@@ -75,33 +75,7 @@ def assemble(
 ) -> AuditResult:
     """Put the parts of an audit together."""
     found = _Results(reducers, lens, probed)
-    provenance["sampling"] = {
-        "angular_distance": f"the last token of each of {found.angles.num_tokens} windows",
-        "absorbed": f"every {found.absorbed.every}. position, {found.absorbed.num_tokens} tokens",
-    }
-    if found.identity is not None:
-        provenance["sampling"]["nearest_embedding"] = (
-            f"every {found.identity.every}. position, {found.identity.num_tokens} tokens"
-        )
-        provenance["sampling"]["carried_share, final_share"] = "the first window"
-    if probed.spectra is not None:
-        looked_at = ", ".join(str(s.state) for s in probed.spectra.states)
-        provenance["sampling"]["spectra"] = (
-            f"states {looked_at}, all tokens but the windows' first; for CKA at most {CKA_TOKENS} a window"
-        )
-    if probed.probe is not None:
-        provenance["sampling"]["probe"] = (
-            f"{probed.probe.num_train} tokens trained on; every {TEXT_EVERY}. window and one token type in "
-            f"{TYPES_EVERY} held out, and of the held-out tokens at most {MAX_HELD_OUT} judged"
-        )
-    if found.gradients is not None:
-        provenance["sampling"]["gradient_norm"] = f"the first window, {found.gradients.num_tokens} tokens"
-    if probed.streams is not None:
-        provenance["sampling"]["streams"] = f"the first window, {probed.streams.tokens} tokens"
-    if swept.damage is not None:
-        provenance["sampling"]["damage"] = (
-            f"the first {swept.damage.windows} windows, {swept.damage.tokens} tokens"
-        )
+    provenance["sampling"] = _sampling(found, probed, swept)
     provenance["notes"].extend([*probed.notes, *swept.notes])
     blocks = tuple(_block(i, stream_map, found) for i in range(len(stream_map.blocks)))
     outliers = tuple(o for i in range(len(blocks)) if (o := _outlier(i, found, decode)) is not None)
@@ -140,6 +114,36 @@ def assemble(
     )
     asked = {QUESTIONS[name] for name in provenance["options"]["only"] or QUESTIONS}
     return make_findings(result, asked)
+
+
+def _sampling(found: _Results, probed: Probed, swept: Swept) -> dict[str, str]:
+    """Say which figures come from a part of the tokens."""
+    sampling = {
+        "angular_distance": f"the last token of each of {found.angles.num_tokens} windows",
+        "absorbed": f"every {found.absorbed.every}. position, {found.absorbed.num_tokens} tokens",
+    }
+    if found.identity is not None:
+        sampling["nearest_embedding"] = (
+            f"every {found.identity.every}. position, {found.identity.num_tokens} tokens"
+        )
+        sampling["carried_share, final_share"] = "the first window"
+    if probed.spectra is not None:
+        looked_at = ", ".join(str(s.state) for s in probed.spectra.states)
+        sampling["spectra"] = (
+            f"states {looked_at}, all tokens but the windows' first; for CKA at most {CKA_TOKENS} a window"
+        )
+    if probed.probe is not None:
+        sampling["probe"] = (
+            f"{probed.probe.num_train} tokens trained on; every {TEXT_EVERY}. window and one token type in "
+            f"{TYPES_EVERY} held out, and of the held-out tokens at most {MAX_HELD_OUT} judged"
+        )
+    if found.gradients is not None:
+        sampling["gradient_norm"] = f"the first window, {found.gradients.num_tokens} tokens"
+    if probed.streams is not None:
+        sampling["streams"] = f"the first window, {probed.streams.tokens} tokens"
+    if swept.damage is not None:
+        sampling["damage"] = f"the first {swept.damage.windows} windows, {swept.damage.tokens} tokens"
+    return sampling
 
 
 def _identity(found: _Results) -> Identity | None:
