@@ -240,6 +240,29 @@ def test_a_cancel_keeps_what_is_done() -> None:
     assert all("forward" not in vars(m) for m in model.modules())
 
 
+def test_a_pass_that_is_broken_off_counts_nothing() -> None:
+    model, batches = llama(), padded()
+    found, calls = find_stream(model, batches[0]), [0]
+    inner: Any = model
+
+    def stop(*_: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 8:  # doors, whole, skips of 0-2 (not 3), whole, of 0, and amid that of 1
+            raise KeyboardInterrupt
+
+    hook = inner.model.layers[3].self_attn.register_forward_pre_hook(stop)
+    result = sweep(model, batches, found)
+    hook.remove()
+    assert not result.finished
+    both, first = sweep(model, batches, found).floors, sweep(model, batches[:1], found).floors
+    assert [f.floor for f in result.floors] == [0, 1, 2, 3]
+    tokens = [f.num_tokens for f in result.floors]
+    assert result.floors == tuple(
+        (both if n == both[0].num_tokens else first)[i] for i, n in enumerate(tokens)
+    )
+    assert len(set(tokens)) == 2
+
+
 class _Chatty(nn.Module):
     """A block that returns a second tensor, as one that hands on its attention weights does."""
 

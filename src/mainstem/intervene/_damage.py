@@ -73,6 +73,19 @@ class Damage:
         self._loss: dict[int, list[float]] = {}
         self._states: dict[int, dict[int, None]] = {}
 
+    def plus(self, other: Damage) -> Damage:
+        """Return the sums of both; neither is changed, so that a pass counts whole or not at all."""
+        both = Damage()
+        for one in (self, other):
+            both._sums.merge(one._sums)
+            for floor, sums in one._loss.items():
+                both._loss[floor] = [
+                    a + b for a, b in zip(both._loss.get(floor, [0.0] * 3), sums, strict=True)
+                ]
+            for floor, states in one._states.items():
+                both._states.setdefault(floor, {}).update(states)
+        return both
+
     def add_state(self, floor: int, number: int, broken: Tensor, clean: Clean, host: HostBatch) -> None:
         """Add the state ``number`` of a broken pass."""
         whole = clean.states[number]

@@ -60,7 +60,8 @@ class SweepResult(Result):
     """What a sweep found.
 
     Attributes:
-        floors: one entry a broken block, in order; after a cancel, those that were done.
+        floors: one entry a broken block, in order; after a cancel, those that were done, of all batches or of
+            the first (their ``num_tokens`` says).
         finished: whether it ran to its end.
         num_passes: forward passes made, the whole model's included.
         restarted: whether they began at the broken block.
@@ -270,16 +271,17 @@ class _Runner:
         rows = {f: range(i * num_rows, (i + 1) * num_rows) for i, f in enumerate(group)}
         active = [one for f in group if (one := self._on_rows(f, rows[f])) is not None]
         hosts = {f: self._host(clean, f) for f in group}
+        found = Damage()
         measured = group if self.config.states else []
         for floor in measured:  # between blocks that are passed over together
             for number in range(self._lowest(floor) + 1, self._first_changed(floor)):
-                self.damage.add_state(floor, number, clean.states[self._lowest(floor)], clean, hosts[floor])
+                found.add_state(floor, number, clean.states[self._lowest(floor)], clean, hosts[floor])
 
         def see(number: int, state: Tensor) -> None:
             for floor in measured:
                 if number >= self._first_changed(floor):
                     piece = state.detach()[rows[floor].start : rows[floor].stop]
-                    self.damage.add_state(floor, number, piece, clean, hosts[floor])
+                    found.add_state(floor, number, piece, clean, hosts[floor])
 
         with ExitStack() as stack:
             seen = see if self.doors is None and self.config.states else None
@@ -295,7 +297,8 @@ class _Runner:
         logits = self._logits(output)
         for floor in group:
             piece = None if logits is None else logits[rows[floor].start : rows[floor].stop]
-            self.damage.add_top(floor, piece, clean, hosts[floor], self._last_broken(floor))
+            found.add_top(floor, piece, clean, hosts[floor], self._last_broken(floor))
+        self.damage = self.damage.plus(found)
 
     def _enter_at(
         self,
