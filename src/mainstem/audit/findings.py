@@ -328,10 +328,12 @@ def _damage(result: AuditResult) -> str | None:
     parts: list[str] = []
     if found:
         (least, mildest, kept), (most, worst, left) = found[0], found[-1]
+        alike = len(found) > 1 and most <= 1.001 * least  # one block applied many times
         parts.append(
-            f"block {worst} is missed most (KL {_number(most)} nats, {_percent(left)} of the top words stay)"
+            f"{'every block is missed alike' if alike else f'block {worst} is missed most'} "
+            f"(KL {_number(most)} nats, {_percent(left)} of the top words stay)"
         )
-        if len(found) > 1:
+        if len(found) > 1 and not alike:
             parts.append(f"block {mildest} least ({_number(least)}, {_percent(kept)})")
     grown = [b.change[-1] / b.change[0] for b in damage.blocks if len(b.change) > 1 and b.change[0] > 0]
     if grown and all(map(math.isfinite, grown)):
@@ -400,8 +402,8 @@ def _measured_removal(result: AuditResult) -> str | None:
     ]
     text += f"; {len(damage.plans[0].blocks)} together, by {', '.join(plans)}" if plans else ""
     switching = [
-        f"block {b} ({losses[b]:+.3f}; {by_influence.index(b) + 1}. of {len(losses)} by influence, "
-        f"{by_loss.index(b) + 1}. by loss)"
+        f"block {b} ({losses[b]:+.3f}; from the least {by_influence.index(b) + 1}. of {len(losses)} by "
+        f"influence, {by_loss.index(b) + 1}. by loss)"
         for b in _switches(result)
     ]
     verb = "creates or erases" if len(switching) == 1 else "create or erase"
