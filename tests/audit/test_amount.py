@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models as tiny
 
-from mainstem.audit import AuditConfig, AuditResult, Resume, audit_windows, run_audit
+from mainstem.audit import AuditConfig, AuditResult, Ranks, Resume, audit_windows, run_audit
 from mainstem.audit import _passes as passes
 from mainstem.errors import MainstemError
 from mainstem.measure import state_from_bytes, state_to_bytes
@@ -153,3 +153,15 @@ def test_windows_made_before_and_while_reading_give_the_same(folder: Path) -> No
         loaded.tokenizer, load_text(tiny.GPL), num_tokens=config.tokens, window=16, batch_size=2
     )
     assert figures(audit_windows(loaded, windows, config)) == figures(run_audit(config))
+
+
+def test_batches_are_dealt_out_once_each() -> None:
+    takers = [[rank for rank in range(3) if Ranks(rank, 3).takes(batch)] for batch in range(7)]
+    assert takers == [[0], [1], [2], [0], [1], [2], [0]]
+
+
+def test_processes_do_not_share_all_devices() -> None:
+    assert Ranks().device("auto") == "auto"
+    assert Ranks(1, 2).device(None) is None
+    with pytest.raises(MainstemError, match="2 processes have one each"):
+        Ranks(1, 2).device("auto")

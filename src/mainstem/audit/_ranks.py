@@ -33,7 +33,16 @@ class Ranks:
         return batch % self.size == self.rank
 
     def device(self, device: str | None) -> str | None:
-        """Return where this process's copy of the model goes: of several accelerators one each."""
+        """Return where this process's copy of the model goes: of several accelerators one each.
+
+        Raises:
+            MainstemError: every process would spread its copy over the same devices.
+        """
+        if self.size > 1 and device == "auto":
+            raise MainstemError(
+                f"--device auto spreads a model over all devices, but {self.size} processes have one each. "
+                "Use one process, or leave it out."
+            )
         if self.size == 1 or device != "cuda":
             return device
         return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % max(1, torch.cuda.device_count())}"

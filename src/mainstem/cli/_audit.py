@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -150,7 +151,7 @@ def _audit_and_show(
     kept = {name: Resume(place, fresh=fresh) for name, place in places.items()}
     with joined() as ranks:
         try:
-            with stdout_kept_clean(), progress() as tell:
+            with stdout_kept_clean(), nullcontext() if ranks.rank else progress() as tell:
                 results = {n: run_audit(config, tell, resume=kept.get(n)) for n, config in configs.items()}
         except KeyboardInterrupt:
             raise Interrupted(_how_to_go_on(list(kept.values()))) from None

@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,12 @@ def _chain_names(error: BaseException | None) -> set[str]:
     return names
 
 
+def _places_of(model: Any) -> Iterator[str]:
+    """Yield where the parameters lie, in the model's order; ``offloaded`` is anywhere but in memory."""
+    for parameter in model.parameters():
+        yield "offloaded" if parameter.is_meta else str(parameter.device)
+
+
 def _provenance(place: _Place, kind: ModelKind, model: Any) -> dict[str, Any]:
     says = dict(place.says)
     if digest := says.pop("gguf_sha256", None):
@@ -279,7 +286,7 @@ def _provenance(place: _Place, kind: ModelKind, model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attention": getattr(model.config, "_attn_implementation", None),
-        "device": str(next(model.parameters()).device),
+        "device": ", ".join(dict.fromkeys(_places_of(model))),
         "weights_sha256": hashed,
         "weights_sha256_of": what,
         "versions": versions("transformers", "tokenizers", "safetensors", "numpy"),
