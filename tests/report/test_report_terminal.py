@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mainstem.audit import AuditResult
+from mainstem.audit import AuditResult, BlockDamage, Damage
 from mainstem.report import plain_console, print_pair, print_result
 
 
@@ -58,6 +58,20 @@ def test_every_line_fits_and_no_cell_is_cut(llama: AuditResult, large: AuditResu
         assert len(rows) == len(result.blocks)
         assert {len(row) for row in rows} == {len(heads)}
         assert {"block", "norm", "attn", "mlp", "infl."} <= set(heads)
+
+
+def test_the_loss_without_a_block_stands_beside_its_influence(llama: AuditResult) -> None:
+    parts = {"kl": 0.1, "top1": 0.9, "change": [0.1], "cosine": [0.9]}
+    blocks = [BlockDamage(block=b, removal_loss=loss, **parts) for b, loss in ((0, 6.9877), (2, -0.012))]
+    counts = {"windows": 1, "tokens": 16, "passes": 3, "restarted": True, "finished": False}
+    none = {"influence_correlation": None, "angle_correlation": None, "plans": ()}
+    result = dataclasses.replace(llama, damage=Damage(blocks=blocks, **counts, **none))
+    lines = printed(result, 120)
+    heads, *rows = table(lines)
+    assert [row[heads.index("skip")] for row in rows] == ["6.988", "-", "-0.012"]
+    assert heads.index("skip") == heads.index("infl.") + 1
+    assert "skip: the loss without the block" in " ".join(lines)
+    assert "skip" not in table(printed(llama, 120))[0]
 
 
 def test_what_has_no_room_is_named(large: AuditResult) -> None:

@@ -48,6 +48,8 @@ def print_result(result: AuditResult, console: Console) -> None:
     table, left_out = _table(result, console.width)
     console.print(table)
     asides = ["means leave out the first token of each window, which is in first, max and the lens"]
+    if _skipped(result):
+        asides.append("skip: the loss without the block minus that with it, nats a token")
     if any(o.massive for o in result.outliers):
         asides.append("* massive: over 100 and 1,000 medians")
     if left_out:
@@ -72,6 +74,7 @@ def _columns(result: AuditResult) -> list[_Column]:
     ]
     carries = any(b.write_cosine is not None for b in result.blocks)
     has_lens = any(b.lens_kl is not None for b in result.blocks)
+    skipped = _skipped(result)
     return [
         _Column("block", lambda b: str(b.block)),
         _Column("norm", lambda b: short(b.resid_norm_median)),
@@ -79,12 +82,19 @@ def _columns(result: AuditResult) -> list[_Column]:
         *kinds,
         *([_Column("cos", lambda b: fixed(b.write_cosine), rank=4)] if carries else []),
         _Column("infl.", lambda b: fixed(b.block_influence, 4)),
+        *([_Column("skip", lambda b: fixed(skipped.get(b.block)), rank=7)] if skipped else []),
         _Column("angle", lambda b: fixed(b.angular_distance_next, 4), rank=1),
         _Column("max", lambda b: _largest(b, outliers.get(b.block)), rank=3),
         _Column("at", lambda b: _place(outliers.get(b.block)), rank=2),
         *([_Column("KL", lambda b: fixed(b.lens_kl, 2), rank=6)] if has_lens else []),
         *([_Column("top-1", lambda b: fixed(b.lens_top1), rank=5)] if has_lens else []),
     ]
+
+
+def _skipped(result: AuditResult) -> dict[int, float]:
+    """The loss of removing each block, where it was measured."""
+    blocks = result.damage.blocks if result.damage is not None else ()
+    return {b.block: b.removal_loss for b in blocks if b.removal_loss is not None}
 
 
 def _table(result: AuditResult, width: int) -> tuple[Table, list[str]]:
