@@ -92,6 +92,14 @@ def test_an_audit_prints_a_table_and_writes_two_files(run: Run, folder: Path, tm
     assert len((tmp_path / "out" / "audit.csv").read_text("utf-8").splitlines()) == 1 + 3
 
 
+def test_a_word_and_a_probe_can_be_asked_for(run: Run, folder: Path) -> None:
+    options = ("--tokens", "400", "--window", "16", "--json", "--probe", "--attribute", "e,a")
+    ran = run("audit", folder, "--text", tiny.GPL, "--only", "identity,answer", "--no-lens", *options)
+    found = json.loads(ran.out)
+    assert [found["attribution"][key] for key in ("token", "against")] == ["e", "a"]
+    assert found["probe"]["num_text"] > 50
+
+
 def test_the_folder_has_a_name_by_default(run: Run, folder: Path) -> None:
     assert run("audit", folder, "--text", tiny.GPL, *SMALL, "--no-lens").code == 0
     assert sorted(p.name for p in Path("audit-llama").iterdir()) == ["audit.csv", "audit.json"]
@@ -226,6 +234,16 @@ MISTAKES: dict[str, Mistake] = {
     "tokens -5": (LLAMA, ("--tokens", "-5"), "an audit of -5 token(s) was asked for; at least 2 are needed."),
     "window 1": (LLAMA, ("--window", "1"), "a window of 1 token(s) was asked for; it must hold at least 2."),
     "batch size 0": (LLAMA, ("--batch-size", "0"), "batch_size is 0; it must be at least 1."),
+    "several tokens to attribute": (
+        LLAMA,
+        ("--attribute", "no such word"),
+        "attribute is 'no such word', which is",
+    ),
+    "a probe of no question": (
+        LLAMA,
+        ("--probe", "--only", "growth"),
+        "a probe belongs to the question 'identity'; name it in --only.",
+    ),
     "out below a file": (LLAMA, ("--out", f"{__file__}/out"), "is a file, so no results can be put in"),
 }
 

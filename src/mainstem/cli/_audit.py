@@ -64,6 +64,9 @@ def audit(
             metavar="NAME,...",
         ),
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Fit linear probes of token identity; takes a while.")
+    ] = False,
     attribute: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +109,7 @@ def audit(
         sweep=sweep,
         sweep_windows=sweep_windows,
         only=tuple(name.strip() for name in only.split(",")) if only else (),
+        probe=probe,
         attribute=attribute,
         trust_remote_code=trust_remote_code,
     )
