@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures audits connections-table connections-cost stream-dtype claims bench bench-monitor hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures audits connections-table connections-cost stream-dtype claims bench bench-corpus bench-monitor hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -139,6 +139,9 @@ claims: $(VENV)/.dev $(VENV)/.weights  ## docs/claims.md: eight sentences of the
 
 bench: $(VENV)/.dev $(VENV)/.weights  ## what recording costs: time in interleaved rounds, memory against depth
 	@$(RUN) benchmarks.recording --pairs 20
+
+bench-corpus: $(VENV)/.dev  ## a million tokens through a tower: memory, and time beside the bare forward
+	@$(RUN) benchmarks.audit_corpus --no-lens --only books,growth,writes
 
 bench-monitor: $(VENV)/.dev  ## what StreamMonitor costs: bare, unrecorded and recorded steps in turns
 	@$(RUN) benchmarks.stream_monitor
