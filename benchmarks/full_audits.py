@@ -125,7 +125,7 @@ def audit(name: str, folder: Path) -> None:
     if place is None:
         print(f"{name}: left out, {subject.package} is not installed", flush=True)
         return
-    config = AuditConfig(model=str(place), sweep=True, **subject.options)
+    config = AuditConfig(**{"model": str(place), "sweep": True, "probe": True, **subject.options})
     start, said = time.perf_counter(), ""
 
     def tell(what: str, done: int, total: int) -> None:
