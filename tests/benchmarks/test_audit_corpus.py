@@ -32,7 +32,19 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "out.jsonl"
     text.write_text("the quick brown fox jumps over the lazy dog\n", "utf-8")
     monkeypatch.setattr(Passes, "_batch", Passes._batch)  # so that it is put back
-    options = ["--tokens", "320", "--window", "16", "--batch-size", "4", "--bare-every", "2", "--no-lens"]
+    options = [
+        "--tokens",
+        "320",
+        "--window",
+        "16",
+        "--batch-size",
+        "4",
+        "--bare-every",
+        "2",
+        "--no-lens",
+        "--only",
+        "books",
+    ]
     monkeypatch.setattr(
         sys, "argv", ["x", "--model", str(folder), "--text", str(text), "--out", str(out), *options]
     )

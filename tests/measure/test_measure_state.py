@@ -20,10 +20,12 @@ from mainstem.errors import ConfigError
 from mainstem.intervene import WriteMeans
 from mainstem.measure import (
     AngularDistances,
+    LinearProbe,
     LogitLens,
     NearestEmbedding,
     QuantileSketch,
     Reducer,
+    StreamSpectra,
     default_reducers,
 )
 from mainstem.measure._state import decode, encode, from_bytes, to_bytes
@@ -39,7 +41,8 @@ def tail(x: torch.Tensor) -> torch.Tensor:
 def reducers() -> list[Reducer]:
     vocab = torch.randn(64, 16, generator=torch.Generator().manual_seed(2))
     made = default_reducers(rounding_every=2, median_samples=50)
-    return [*made, AngularDistances("rest"), NearestEmbedding(vocab), WriteMeans(), LogitLens()]
+    asked = [AngularDistances("rest"), NearestEmbedding(vocab), WriteMeans()]
+    return [*made, *asked, LinearProbe(vocab, num_states=2), StreamSpectra(None), LogitLens()]
 
 
 def feed(to: list[Reducer], *passes: Pass) -> list[Reducer]:
@@ -57,7 +60,7 @@ def through_bytes(reducer: Reducer) -> dict[str, Any]:
 
 
 def passes_of(num: int) -> list[Pass]:
-    return [make_pass((9, 3 + i), seed=i, blocks=3) for i in range(num)]
+    return [make_pass((9, 3 + i, 8, 8), seed=i, blocks=3) for i in range(num)]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2])

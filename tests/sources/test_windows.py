@@ -322,7 +322,7 @@ def test_a_stream_that_ends_too_early(tokenizer: PreTrainedTokenizerFast) -> Non
 
 @pytest.mark.usefixtures("tiny_segments")
 def test_a_stream_never_mixes_two_ways_to_cut(gpl_text: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A tokenizer that looks back over everything: no two segments agree, and what was handed out was wrong."""
+    """A tokenizer that looks back over everything: no two segments agree; what was handed out was wrong."""
 
     class LooksBack:
         is_fast = True
