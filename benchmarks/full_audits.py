@@ -113,7 +113,7 @@ HEAD = """# Full audits
 Made by `make audits`; do not edit. Every model below was asked all eight questions, the measured ones
 (`--sweep`) too; each row is the finding as `mainstem audit` prints it. A question without a row for a model
 has no answer for it; the reason is in the list of models or at the end. The figures and what they do not
-say: [measures.md](measures.md).
+say: [measures.md](measures.md). Seconds are of one thread of a busy machine, loading included: upper bounds.
 
 """
 
