@@ -103,7 +103,9 @@ CASES: dict[str, Callable[[Any], Any]] = {
 # What it warns of, global hooks that fire for its wrapper too, is what these cases are about.
 @pytest.mark.filterwarnings("ignore:Using .torch.compile.module:UserWarning")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c.endswith("and run") else c for c in CASES]
+)
 def test_the_figures_are_those_of_the_plain_model(
     case: str, plain: tuple[LoadedModel, dict[str, Any]], folder: Path
 ) -> None:
