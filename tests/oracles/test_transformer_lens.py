@@ -16,7 +16,7 @@ from more_cases import MORE
 from torch import Tensor, nn
 from zoo import CASES
 
-from mainstem.observe import Ledger, Recording, find_stream, ledger, record
+from mainstem.observe import Ledger, Recording, attribute, find_stream, ledger, record
 from mainstem.observe.keep import KeepStream
 
 bridges = pytest.importorskip(
@@ -38,6 +38,9 @@ LEFT_OUT = {"mamba", "bert", "albert", "modernbert", "vit", "deepseek_v4", "glm5
 OTHERS = ("hand", "tower", "torch", "whisper", "qwen4")
 NAMES = [n for n in CASES if n not in LEFT_OUT and n not in MORE and not n.startswith(OTHERS)]
 
+
+ADDS_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron"}
+"""Whose norms keep their gain as a difference to 1."""
 
 each_name = pytest.mark.parametrize("name", NAMES)
 
@@ -99,6 +102,32 @@ def test_decomposition(name: str) -> None:
     assert sorted(ours) == sorted(labels)
     for label, row in zip(labels, rows, strict=True):
         assert difference(ours[label], row.expand_as(ours[label])) <= AGREE, label
+
+
+@each_name
+def test_attribution(name: str) -> None:
+    """Its rows over its final norm's scale, times that norm's gain and its unembedding's columns."""
+    both, tokens, place = look(name), [3, 41], (0, 7)
+    assert both.recording.tail is not None
+    found = attribute(
+        both.ledger, both.recording.tail, both.recording.output.logits, tokens, sequence=0, position=7
+    ).check(1e-5)
+    ours = dict(zip(found.labels, found.parts.float(), strict=True))
+    rows, labels = both.cache.decompose_resid(return_labels=True)
+    rows = both.cache.apply_ln_to_stack(rows.expand(len(rows), *both.ledger.final.shape), layer=-1)
+    norm, columns = both.bridge.ln_final, both.bridge.W_U[:, tokens]
+    gain = getattr(norm, "weight", None)
+    gain = torch.ones(rows.shape[-1]) if gain is None else gain + (name in ADDS_ONE)
+    theirs = dict(zip(labels, (rows[:, *place] * gain) @ columns, strict=True))
+    bias = getattr(norm, "bias", None)
+    theirs["bias"] = (torch.zeros_like(gain) if bias is None else bias) @ columns + both.bridge.b_U[tokens]
+    if name == "bloom":  # as in the decomposition
+        for parts in (ours, theirs):
+            parts["embed"] = parts["embed"] + parts.pop("bias")
+    assert ours.keys() == theirs.keys()
+    size = torch.stack(list(theirs.values())).norm()
+    for label, part in theirs.items():
+        assert float((ours[label] - part).norm() / size) <= AGREE, label
 
 
 @each_name
