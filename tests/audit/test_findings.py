@@ -253,3 +253,9 @@ def test_only_what_is_asked_is_looked_for(tmp_path: Path) -> None:
     assert result.effective_depth is None
     with pytest.raises(ConfigError, match="there is no question 'grows'"):
         config(tmp_path, only=("grows",))
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign(llama: AuditResult) -> None:
+    assert llama.identity is not None
+    almost_none = dataclasses.replace(llama.identity, final_share=-0.0001)
+    assert "is 0.0% of the final state" in said(dataclasses.replace(llama, identity=almost_none))[4]

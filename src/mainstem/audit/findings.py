@@ -452,7 +452,9 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%" if abs(share) >= 0.1 or share == 0 else f"{100 * share:.1f}%"
+    if abs(share) >= 0.1 or share == 0:
+        return f"{100 * share:.0f}%"
+    return f"{round(100 * share, 1) + 0.0:.1f}%"  # a negative share that rounds to zero has no sign
 
 
 def _signed(value: float) -> str:
