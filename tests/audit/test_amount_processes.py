@@ -35,7 +35,7 @@ def launch(num: int, *args: object) -> subprocess.CompletedProcess[str]:
 def assert_same(one: Any, other: Any, at: str = "") -> None:
     if isinstance(one, dict):
         assert one.keys() == other.keys(), at
-        for name in one.keys() - {"created", "notes"}:
+        for name in one.keys() - {"created", "notes", "machine"}:
             assert_same(one[name], other[name], f"{at}.{name}")
     elif isinstance(one, list):
         assert len(one) == len(other), at
@@ -58,6 +58,7 @@ def test_processes_share_the_text_and_find_what_one_finds(num: int, tmp_path: Pa
         for result in found:
             assert_same(alone, result)
             assert_same(found[0]["blocks"], result["blocks"])
+            assert result["provenance"]["machine"]["processes"] == num
     assert (tmp_path / "gone on from 0").read_text() == " ".join(
         f".resume-{rank}.safetensors" for rank in range(num)
     )

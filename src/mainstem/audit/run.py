@@ -132,6 +132,7 @@ def _audit(
         job = Passes(loaded, windows, config, tell)
         job.run(ranks, resume, kept)
         provenance = provenance_of(config, loaded, windows, job.stream_map)
+        provenance["machine"]["processes"] = ranks.size
         results = {r.name: r.result() for r in job.reducers}
         kind = str(loaded.provenance.get("kind"))
         skips = Skips(loaded.model, kind, config, job.inputs_of, job.map_for, tell)
