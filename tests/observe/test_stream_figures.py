@@ -17,7 +17,7 @@ from zoo import CASES
 from mainstem.connections import NormConfig
 from mainstem.measure import Batch, StreamNorms, StreamsResult, WriteSizes
 from mainstem.observe import find_stream, record, streams_of, tower_streams
-from mainstem.tower import Tower, TowerConfig
+from mainstem.tower import Tower, TowerConfig, compile_blocks
 
 IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS)
@@ -256,6 +256,14 @@ def test_a_norm_on_the_stream_is_no_matrix_and_gets_no_figure(connection: str) -
     found = tower_streams(make(connection), IDS, MASK)
     assert all(r.embed_share is None and r.shares == () for b in found.blocks for r in b.reads)
     assert all(b.product_gain is None and b.mix_distance is None for b in found.blocks)
+
+
+def test_compiled_blocks_are_looked_into_and_hooks_are_taken_off() -> None:
+    tower = make("hyper_connections")
+    expected = tower_streams(tower, IDS, MASK)
+    compile_blocks(tower)
+    assert tower_streams(tower, IDS, MASK) == expected
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in tower.modules())
 
 
 def _no_reads(found: StreamsResult) -> dict[str, Any]:

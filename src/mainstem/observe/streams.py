@@ -30,7 +30,7 @@ def tower_streams(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None
     weights over parts, such as a norm on the stream, they are None from there on.
 
     Args:
-        tower: run once, without gradients, not compiled; for a window or a few.
+        tower: run once, without gradients, compiled blocks eagerly; for a window or a few.
         token_ids: ``[batch, pos]`` int64.
         attention_mask: ``[batch, pos]``, true for real tokens.
     """
@@ -39,7 +39,8 @@ def tower_streams(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None
     figures = StreamFigures()
     watch = _TowerWatch(tower, figures, batch)
     try:
-        cast(Callable[..., Tensor], tower)(token_ids, attention_mask)
+        with torch.compiler.set_stance("force_eager"):  # a compiled block hides its branches
+            cast(Callable[..., Tensor], tower)(token_ids, attention_mask)
     finally:
         watch.close()
     figures.end_pass(batch)
