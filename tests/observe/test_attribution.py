@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from zoo import CASES
 
 from mainstem.errors import BooksError, ConfigError, StreamNotFoundError
-from mainstem.observe import Attribution, attribute, find_stream, ledger_and_tail
+from mainstem.observe import Attribution, Ledger, attribute, find_stream, ledger_and_tail
+from mainstem.observe._tail import Slot, Tail, Taped
 
 PLACE = (1, 7)
 
@@ -171,12 +172,26 @@ def test_a_soft_cap_bends_the_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "culprit"), [("bert", "gelu"), ("albert", "mul"), ("dinov2", "through no head")]
+    ("name", "culprit"), [("bert", "gelu"), ("albert", "pow"), ("dinov2", "through no head")]
 )
 def test_a_head_that_is_not_linear_gets_no_figure(name: str, culprit: str) -> None:
     case = CASES[name]
     with pytest.raises(StreamNotFoundError, match=culprit):
         ours(case.build(), case.inputs(), [0])
+
+
+def test_what_a_tail_writes_itself_is_no_bias() -> None:
+    """``W (h + tanh h)``: no sum over the rows of h, though the frozen tanh would make the numbers fit."""
+    calls = [
+        Taped(torch.tanh, (Slot(0),), {}, [1]),
+        Taped(torch.add, (Slot(0), Slot(1)), {}, [2]),
+        Taped(nn.functional.linear, (Slot(2), torch.randn(5, 3)), {}, [3]),
+    ]
+    rows = torch.randn(2, 1, 4, 3)
+    books = Ledger(("embed", "0_mlp_out"), rows, rows.sum(0), rows[0], torch.ones(1, 4, dtype=torch.bool))
+    tail = Tail(calls, 3, (1, 4, 3))
+    with pytest.raises(StreamNotFoundError, match="'tanh', which is not linear"):
+        attribute(books, tail, tail(books.final), [0], sequence=0, position=2)
 
 
 def test_a_token_that_is_not_there() -> None:

@@ -219,7 +219,7 @@ class _FrozenTail:
         made = pytree.tree_leaves(out)
         makes = [number for number in taped.makes if number is not None]
         linear = [slot for slot, n in given.items() if n in self._linear]
-        is_linear = _is_linear(call.name, linear) and not _is_gated(call, linear, given)
+        is_linear = _is_linear(call.name, linear) and not _is_bent(call, linear, given)
         for number, t in zip(taped.makes, made, strict=True):
             if number is not None:
                 self._values[number] = t
@@ -250,7 +250,9 @@ class _FrozenTail:
         for step in reversed(self._steps[:index]):
             if numbers & set(step.makes):
                 numbers |= set(step.given.values())
-                if set(step.given.values()) & self._linear and not step.is_linear:
+                # A sum or product is bent only by what it is given.
+                is_cause = step.call.name not in ADDITIVE | PRODUCT | {"div"} and not step.is_linear
+                if is_cause and set(step.given.values()) & self._linear:
                     return step.call.name
         return self._steps[index].call.name
 
@@ -265,14 +267,19 @@ def _leading_to(steps: Sequence[_Step], output: int) -> list[_Step]:
     return kept
 
 
-def _is_gated(call: Call, linear: Sequence[int], given: Iterable[int]) -> bool:
-    """Whether a factor of its own for every entry was made of the state: a gate, no norm and no mixing."""
+def _is_bent(call: Call, linear: Sequence[int], given: Iterable[int]) -> bool:
+    """Whether what is frozen was made of the state and is no norm and no mixing.
+
+    That is a factor of its own for every entry (a gate), or a term (a write of the tail's own).
+    """
+    frozen = [call.leaves[slot] for slot in given if slot not in linear]
+    if call.name in ADDITIVE:
+        return bool(frozen)
     width = call.leaves[linear[0]].shape[-1]
-    factors = [call.leaves[slot] for slot in given if slot not in linear]
     return (
         width > 1
         and call.name in PRODUCT | {"div"}
-        and any(isinstance(f, Tensor) and f.ndim > 0 and f.shape[-1] == width for f in factors)
+        and any(isinstance(f, Tensor) and f.ndim > 0 and f.shape[-1] == width for f in frozen)
     )
 
 
