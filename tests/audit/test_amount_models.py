@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,32 +134,3 @@ def test_weights_on_disk(
 
 def test_a_model_that_is_spread_by_itself(folder: Path) -> None:
     assert map_of(str(folder), device="auto").blocks == map_of(str(folder)).blocks
-
-
-TENSOR_PARALLEL = """
-import os, sys, torch, transformers
-from mainstem.errors import StreamNotFoundError
-from mainstem.observe import find_stream
-model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto").eval()
-try:
-    find_stream(model, {"input_ids": torch.arange(14).reshape(2, 7)})
-except StreamNotFoundError as error:
-    print(f"refused: {error}\\n", end="", flush=True)
-torch.distributed.barrier()
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-def test_tensor_parallelism_is_refused_with_the_way_out(folder: Path, tmp_path: Path) -> None:
-    script = tmp_path / "spread.py"
-    script.write_text(TENSOR_PARALLEL, "utf-8")
-    start = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-        *("--nproc-per-node", "2", str(script), str(folder)),
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ran = subprocess.run(start, capture_output=True, text=True, env=env, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("refused: the weights of LlamaForCausalLM are spread over processes") == 2
-    assert ran.stdout.count("device_map='auto'") == 2

@@ -24,10 +24,14 @@ def device_of(model: Any) -> torch.device:
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
-    """Return a module's ``weight``, a copy of it where Accelerate brings it only while it is used."""
+    """Return a module's ``weight``, a copy of it where Accelerate brings it only while it is used or where
+    processes share it."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         return None
+    full_tensor = getattr(weight.detach(), "full_tensor", None)  # of a DTensor
+    if full_tensor is not None:
+        return full_tensor()
     if not weight.is_meta:
         return weight.detach()
     align = require("accelerate.utils", feature="An offloaded model").align_module_device

@@ -1,4 +1,4 @@
-"""Where in the module tree a call happens, known without touching any module."""
+"""Where in the module tree a call happens, known without touching any module but those of a ``tp_plan``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
+
+from mainstem.observe._sharded import sharded_as_one_call
 
 
 class Frame(NamedTuple):
@@ -41,7 +43,7 @@ class FrameTracker:
 
     The hooks are not on any module, so hook tables of the model and of other people are untouched; they are
     removed on exit, after an exception too. A pass within a pass (a reducer that records) is the inner
-    tracker's alone.
+    tracker's alone. Modules of a ``tp_plan`` are one call each meanwhile; see `sharded_as_one_call`.
     """
 
     def __init__(self, model: nn.Module):
@@ -51,6 +53,7 @@ class FrameTracker:
         self._calls: defaultdict[str, int] = defaultdict(int)
         self._stack: list[Frame] = []
         self._handles: list[RemovableHandle] = []
+        self._sharded = sharded_as_one_call(model)
         self.outside = Frame("", -1)
 
     @property
@@ -83,6 +86,7 @@ class FrameTracker:
 
     def __enter__(self) -> FrameTracker:
         _OPEN.trackers.append(self)
+        self._sharded.__enter__()
         self._handles = [
             torch_module.register_module_forward_pre_hook(self._enter),
             torch_module.register_module_forward_hook(self._leave, always_call=True),
@@ -93,6 +97,7 @@ class FrameTracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _OPEN.trackers.remove(self)
+        self._sharded.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
         self._stack.clear()

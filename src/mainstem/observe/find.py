@@ -15,6 +15,7 @@ from mainstem.observe._flow import REMAINDER, Leaf, Link, dominators, links, pat
 from mainstem.observe._frames import Frame, unwrapped
 from mainstem.observe._kinds import kind_of, module_of
 from mainstem.observe._rules import Status
+from mainstem.observe._sharded import communicates_in_forward
 from mainstem.observe._trace import Node, Trace, carries, trace
 from mainstem.observe.map import BlockMap, PathCall, Site, StreamMap, Value, WriteSite
 
@@ -51,7 +52,7 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
         StreamNotFoundError: no chain of states was found, with what was seen instead.
     """
     model = unwrapped(model)
-    _refuse_tensor_parallel(model)
+    _refuse_sharded(model)
     with torch.compiler.set_stance("force_eager"):
         seen = trace(model, probe(inputs))
     sink, output = _sink(seen, model)
@@ -73,14 +74,23 @@ def find_stream(model: nn.Module, inputs: Mapping[str, Any], *, source: str | No
     return found
 
 
-def _refuse_tensor_parallel(model: nn.Module) -> None:
-    """Refuse a model whose calls each process makes on a share of a tensor; FSDP gathers them before."""
-    spread = any(type(p).__name__ == "DTensor" for p in model.parameters())
-    if spread and not any(hasattr(m, "unshard") for m in model.modules()):
+def _refuse_sharded(model: nn.Module) -> None:
+    """Refuse shares of tensors but those of a ``tp_plan`` and of FSDP, which gathers them before use."""
+    if any(hasattr(m, "unshard") for m in model.modules()):
+        return
+    for name, module in model.named_modules():
+        own = module.parameters(recurse=False)
+        if any(hasattr(p, "full_tensor") for p in own) and not communicates_in_forward(module):
+            raise StreamNotFoundError(
+                f"processes share the weights of {name or 'the model'} ({type(module).__name__}) in a way "
+                "that is not known: what it makes is put together out of sight of its calls. Load the model "
+                "with tp_plan='auto', or spread it over the devices of one process with device_map='auto' "
+                "(--device auto)."
+            )
+    if "sequence_parallel" in (getattr(model, "tp_plan", None) or {}).values():
         raise StreamNotFoundError(
-            f"the weights of {type(model).__name__} are spread over processes by tensor parallelism "
-            "(tp_plan), where a sublayer's write is put together out of sight of its calls. Load it without "
-            "tp_plan; device_map='auto' (--device auto) spreads it over the devices of one process."
+            f"the tp_plan of {type(model).__name__} divides the stream's positions between processes "
+            "('sequence_parallel'), so that none holds the stream. Use a plan without it."
         )
 
 

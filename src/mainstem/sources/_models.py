@@ -90,7 +90,9 @@ def load_model(
         revision: hub branch, tag or commit.
         trust_remote_code: whether the source may run Python code of its own.
         cache_dir: folder for hub downloads and converted GGUFs instead of their defaults.
-        device: where to put it, default CPU; ``"auto"`` spreads it by Accelerate's ``device_map``.
+        device: where to put it, default CPU; ``"auto"`` spreads it by Accelerate's ``device_map``; ``"tp"``
+            shares every weight between the processes that ``torchrun`` has started, by the ``tp_plan`` of
+            its class. What is then done with it, all of them have to do.
 
     Raises:
         SourceError: no such model, no network, no config, no safetensors, a torn file, weights that are
@@ -183,6 +185,8 @@ def _read_model(
     transformers = require("transformers", feature="Loading a model")
     if device == "auto":
         options = {**options, "device_map": "auto"}
+    elif device == "tp":
+        options = {**options, "distributed_config": _tensor_parallel()}
     auto = getattr(transformers, kind.auto_class)
     try:
         model, info = auto.from_pretrained(
@@ -201,9 +205,25 @@ def _read_model(
             f"{type(model).__name__}, first {missing[0]}; they would be random. "
             "Give a checkpoint that holds the whole language model."
         )
-    if device not in (None, "auto"):
+    if device not in (None, "auto", "tp"):
         model = model.to(device)
     return model.eval()
+
+
+def _tensor_parallel() -> Any:
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SourceError(
+            "device 'tp' shares a model between processes, but there is one; start several by "
+            "torchrun --nproc-per-node N."
+        )
+    distributed = require("transformers.distributed", feature="Tensor parallelism")
+    return distributed.DistributedConfig(tp_plan="auto")
+
+
+def _num_sharing(model: nn.Module) -> int:
+    """Return how many processes share the weights."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    return max((mesh.size() for mesh in meshes if mesh is not None), default=1)
 
 
 def _read_tokenizer(place: _Place, options: dict[str, Any]) -> Any:
@@ -266,6 +286,7 @@ def _places_of(model: Any) -> Iterator[str]:
 
 def _provenance(place: _Place, kind: ModelKind, model: Any) -> dict[str, Any]:
     says = dict(place.says)
+    sharing = _num_sharing(model)
     if digest := says.pop("gguf_sha256", None):
         hashed, what = digest, "the .gguf file"
     elif files := weight_files(place.folder, model, place.options):
@@ -286,7 +307,8 @@ def _provenance(place: _Place, kind: ModelKind, model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attention": getattr(model.config, "_attn_implementation", None),
-        "device": ", ".join(dict.fromkeys(_places_of(model))),
+        "device": ", ".join(dict.fromkeys(_places_of(model)))
+        + (f", shared by {sharing} processes" if sharing > 1 else ""),
         "weights_sha256": hashed,
         "weights_sha256_of": what,
         "versions": versions("transformers", "tokenizers", "safetensors", "numpy"),

@@ -71,15 +71,20 @@ def weight_files(folder: Path | None, model: Any, options: dict[str, Any]) -> li
 def check_finite(model: nn.Module) -> None:
     """Refuse a model with NaN or infinity in a parameter; reads each floating parameter once, no copy.
 
-    Parameters that are not in memory (offloaded by ``device_map``) are passed over.
+    Parameters that are not in memory (offloaded by ``device_map``) are passed over; of those that processes
+    share, each reads its share.
 
     Raises:
         SourceError: names the first such parameter, in the model's own order.
     """
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.is_floating_point() or parameter.numel() == 0:
+        if parameter.is_meta or not parameter.is_floating_point():
             continue
         values = parameter.detach()
+        to_local = getattr(values, "to_local", None)  # of a DTensor
+        values = values if to_local is None else to_local()
+        if values.numel() == 0:
+            continue
         if values.element_size() == 1:  # float8 has no min and max
             values = values.float()
         low, high = torch.aminmax(values)
