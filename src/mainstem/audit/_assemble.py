@@ -120,8 +120,9 @@ def _sampling(found: _Results, probed: Probed, swept: Swept) -> dict[str, str]:
     """Say which figures come from a part of the tokens."""
     sampling = {
         "angular_distance": f"the last token of each of {found.angles.num_tokens} windows",
-        "absorbed": f"every {found.absorbed.every}. position, {found.absorbed.num_tokens} tokens",
     }
+    if found.absorbed.num_tokens:
+        sampling["absorbed"] = f"every {found.absorbed.every}. position, {found.absorbed.num_tokens} tokens"
     if found.identity is not None:
         sampling["nearest_embedding"] = (
             f"every {found.identity.every}. position, {found.identity.num_tokens} tokens"

@@ -18,6 +18,7 @@ from mainstem.audit._probes import Probes
 from mainstem.audit._provenance import speaks
 from mainstem.audit._ranks import Ranks
 from mainstem.audit._resume import Resume
+from mainstem.audit._stream import recorded, stream_of
 from mainstem.audit.config import AuditConfig
 from mainstem.errors import BooksError, MainstemError, StreamNotFoundError
 from mainstem.measure import (
@@ -26,12 +27,13 @@ from mainstem.measure import (
     LogitLens,
     LossSums,
     Reducer,
+    RoundingAbsorption,
     default_reducers,
     next_token_loss,
     state_from_bytes,
     state_to_bytes,
 )
-from mainstem.observe import Books, StreamMap, find_stream, record
+from mainstem.observe import Books, StreamMap, TowerMap
 from mainstem.sources import LoadedModel, WindowBatch, Windows, WindowStream
 
 Progress = Callable[[str, int, int], None]
@@ -163,7 +165,11 @@ class Passes:
         mask = window.attention_mask.bool()
         batch = Batch(mask=mask, token_ids=window.input_ids, first_sequence=window.first_sequence)
         reducers = [*self.reducers, *self.probes.reducers]
-        seen = record(self.model, inputs, stream_map, reducers, batch=batch, keep_tail=self.lens is not None)
+        if isinstance(stream_map, TowerMap) and not stream_map.adds:
+            reducers = [r for r in reducers if not isinstance(r, RoundingAbsorption)]
+        seen = recorded(
+            self.model, inputs, stream_map, reducers, batch=batch, keep_tail=self.lens is not None
+        )
         self._check(seen.books)
         logits = seen.output.get(self.stream_map.output)
         if self.predicts_next and isinstance(logits, Tensor):
@@ -171,7 +177,7 @@ class Passes:
         if self.lens is not None and seen.tail is not None and isinstance(logits, Tensor):
             self.lens.begin_pass(logits, seen.tail)
             del seen
-            again = record(self.model, inputs, stream_map, [self.lens], batch=batch)
+            again = recorded(self.model, inputs, stream_map, [self.lens], batch=batch)
             self._check(again.books)
 
     def map_for(self, window: WindowBatch) -> StreamMap:
@@ -183,7 +189,7 @@ class Passes:
         inputs = self.inputs_of(window)
         kind = (*sorted(inputs), bool(window.attention_mask.all()))
         if kind not in self._maps:
-            found = find_stream(self.model, inputs)
+            found = stream_of(self.model, inputs)
             if any(found.blocks != known.blocks for known in self._maps.values()):
                 raise StreamNotFoundError(
                     f"{type(self.model).__name__} has {len(found.sites)} sublayers for some windows and "

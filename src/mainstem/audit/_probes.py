@@ -13,6 +13,7 @@ from torch.nn import functional
 from mainstem.audit._attribution import Attributed, attributed, tokens_of
 from mainstem.audit._placement import weight_of
 from mainstem.audit._provenance import speaks
+from mainstem.audit._stream import ledger_of, recorded
 from mainstem.audit.config import AuditConfig
 from mainstem.connections import make_scheme
 from mainstem.errors import MainstemError
@@ -35,8 +36,7 @@ from mainstem.observe import (
     Ledger,
     Recording,
     StreamMap,
-    ledger_and_tail,
-    record,
+    TowerMap,
     streams_of,
     tower_streams,
 )
@@ -127,7 +127,7 @@ class Probes:
             self.found.streams = self._streams(inputs, stream_map)
         if self.nearest is not None or attributes:
             try:
-                books, seen = ledger_and_tail(self._model, inputs, stream_map, keep_tail=attributes)
+                books, seen = ledger_of(self._model, inputs, stream_map, keep_tail=attributes)
                 books.check(10 * tolerance)
             except MainstemError as error:
                 self.found.notes.append(f"carried_share, final_share and attribution are null: {error}")
@@ -137,6 +137,12 @@ class Probes:
                 if attributes:
                     self._attribute(books, seen, stream_map, batch, tolerance)
         if self._asks("signals") and self._has_loss:
+            if isinstance(stream_map, TowerMap) and not stream_map.hands_on:
+                self.found.notes.append(
+                    "gradient figures are null: the blocks hand on more than a state, or another thing, so "
+                    "that the gradient does not go through states alone"
+                )
+                return
             try:
                 self.found.gradients = self._gradients(inputs, stream_map, batch)
             except MainstemError as error:
@@ -145,7 +151,9 @@ class Probes:
     def _streams(self, inputs: Mapping[str, Any], stream_map: StreamMap) -> StreamsResult | None:
         """Return the figures of several streams, None for one; of a tower, as its connections have them."""
         tower = getattr(self._model, "tower", None)
-        if isinstance(tower, Tower) and make_scheme(tower.config.connection).family == "wider streams":
+        has_history = isinstance(stream_map, TowerMap) and stream_map.has_history
+        is_wide = isinstance(tower, Tower) and make_scheme(tower.config.connection).family == "wider streams"
+        if isinstance(tower, Tower) and (has_history or is_wide):
             return tower_streams(tower, inputs["input_ids"], inputs.get("attention_mask"))
         if stream_map.num_streams == 1:
             return None
@@ -194,7 +202,7 @@ class Probes:
         handle = self._model.get_input_embeddings().register_forward_hook(_let_gradients_in)
         try:
             with torch.enable_grad():
-                seen = record(self._model, inputs, stream_map, [reducer], batch=batch)
+                seen = recorded(self._model, inputs, stream_map, [reducer], batch=batch)
                 reducer.backward(_summed_loss(seen.output[stream_map.output], batch), batch)
         finally:
             handle.remove()

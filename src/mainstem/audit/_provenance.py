@@ -11,7 +11,7 @@ import torch
 
 import mainstem
 from mainstem.audit.config import AuditConfig
-from mainstem.observe import StreamMap
+from mainstem.observe import StreamMap, TowerMap
 from mainstem.sources import LoadedModel, Windows, WindowStream
 
 
@@ -72,5 +72,10 @@ def _notes(config: AuditConfig, loaded: LoadedModel, stream_map: StreamMap) -> I
         yield (
             "write_ratio and write_cosine are null where nothing is carried into a block: its first sublayer "
             f"replaces the stream (blocks {', '.join(replaced)})"
+        )
+    if isinstance(stream_map, TowerMap) and not stream_map.adds:
+        yield (
+            "absorbed_bfloat16 and absorbed_float16 are empty: not every sublayer adds what it writes to a "
+            "state that the stream holds, so there is no one sum to be rounded"
         )
     yield from stream_map.notes

@@ -16,7 +16,7 @@ from mainstem.audit.result import BlockDamage, Damage, RemovalPlan
 from mainstem.errors import MainstemError
 from mainstem.intervene import FloorDamage, SweepConfig, plan_sweep, removal_loss, sweep
 from mainstem.measure import AngularDistanceResult, BlockInfluenceResult
-from mainstem.observe import StreamMap
+from mainstem.observe import StreamMap, TowerMap
 from mainstem.sources import WindowBatch
 
 Tell = Callable[[str, int, int], None]
@@ -62,6 +62,13 @@ class Skips:
 
     def _run(self, windows: Iterable[WindowBatch], scores: Mapping[str, Any]) -> Swept:
         taken, stream_map = self._take(windows)
+        if isinstance(stream_map, TowerMap):
+            return Swept(
+                notes=[
+                    "damage is null: a block is skipped where a data flow shows what it leaves, and this "
+                    "tower's stream is known by its connections alone"
+                ]
+            )
         batches = [self.inputs_of(window) for window in taken]
         num_blocks = len(stream_map.blocks)
         plan = plan_sweep(self.model, batches, stream_map)

@@ -15,10 +15,11 @@ from mainstem.audit._placement import device_of
 from mainstem.audit._provenance import provenance_of
 from mainstem.audit._ranks import Ranks, joined
 from mainstem.audit._resume import Resume
+from mainstem.audit._stream import stream_of
 from mainstem.audit._sweep import Skips
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import AuditResult
-from mainstem.observe import StreamMap, find_stream
+from mainstem.observe import StreamMap
 from mainstem.sources import (
     LoadedModel,
     TextSource,
@@ -106,7 +107,7 @@ def map_of(
     known = getattr(loaded.model.get_input_embeddings(), "num_embeddings", 2)
     ids = torch.arange(2 * 7, device=device_of(loaded.model)).reshape(2, 7) % known
     with clear_failures(loaded.model):
-        return find_stream(loaded.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        return stream_of(loaded.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 def audit_windows(

@@ -8,6 +8,7 @@ from mainstem.observe.map import BlockMap, PathCall, Site, StreamMap, Value, Wri
 from mainstem.observe.record import Books, Recording, batch_of, record
 from mainstem.observe.streams import streams_of, tower_streams
 from mainstem.observe.tower_ledger import tower_ledger
+from mainstem.observe.tower_record import TowerMap, record_tower, tower_in, tower_map
 
 __all__ = [
     "Attribution",
@@ -19,6 +20,7 @@ __all__ = [
     "Recording",
     "Site",
     "StreamMap",
+    "TowerMap",
     "Value",
     "WriteSite",
     "attribute",
@@ -27,7 +29,10 @@ __all__ = [
     "ledger",
     "ledger_and_tail",
     "record",
+    "record_tower",
     "streams_of",
+    "tower_in",
     "tower_ledger",
+    "tower_map",
     "tower_streams",
 ]
