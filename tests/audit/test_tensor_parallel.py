@@ -45,7 +45,7 @@ def assert_close(one: Any, other: Any, at: str) -> None:
         for number, (x, y) in enumerate(zip(one, other, strict=True)):
             assert_close(x, y, f"{at}[{number}]")
     elif isinstance(one, float):
-        absolute = 1e-6 if at.rpartition(".")[2] in DIFFERENCES else 1e-12
+        absolute = 1e-6 if at.rpartition(".")[2] in DIFFERENCES else 1e-7
         assert other == pytest.approx(one, rel=1e-5, abs=absolute), at
     else:
         assert one == other, at

@@ -28,7 +28,8 @@ FUSED_NOTE = (
 )
 """Why the outputs of a model with ``nn.TransformerEncoderLayer`` or ``nn.MultiheadAttention`` may differ."""
 _INSTEAD = (
-    "For a mainstem tower use mainstem.observe.tower_ledger and tower_streams, which ask its connections."
+    "A mainstem tower is asked through its connections: by `mainstem audit` on its own, and by "
+    "mainstem.observe.tower_map with record_tower, tower_ledger and tower_streams."
 )
 
 
@@ -78,16 +79,20 @@ def _refuse_sharded(model: nn.Module) -> None:
     """Refuse shares of tensors but those of a ``tp_plan`` and of FSDP, which gathers them before use."""
     if any(hasattr(m, "unshard") for m in model.modules()):
         return
-    for name, module in model.named_modules():
-        own = module.parameters(recurse=False)
-        if any(hasattr(p, "full_tensor") for p in own) and not communicates_in_forward(module):
+    shared = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(hasattr(p, "full_tensor") for p in module.parameters(recurse=False))
+    ]
+    for name, module in shared:
+        if not communicates_in_forward(module):
             raise StreamNotFoundError(
                 f"processes share the weights of {name or 'the model'} ({type(module).__name__}) in a way "
                 "that is not known: what it makes is put together out of sight of its calls. Load the model "
                 "with tp_plan='auto', or spread it over the devices of one process with device_map='auto' "
                 "(--device auto)."
             )
-    if "sequence_parallel" in (getattr(model, "tp_plan", None) or {}).values():
+    if shared and "sequence_parallel" in (getattr(model, "tp_plan", None) or {}).values():
         raise StreamNotFoundError(
             f"the tp_plan of {type(model).__name__} divides the stream's positions between processes "
             "('sequence_parallel'), so that none holds the stream. Use a plan without it."
