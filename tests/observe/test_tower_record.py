@@ -12,7 +12,7 @@ from mainstem.connections import Connection, NormConfig
 from mainstem.errors import StreamNotFoundError
 from mainstem.measure import BlockInfluence, StreamNorms, WriteSizes
 from mainstem.measure.events import BlockEvent, Reducer
-from mainstem.observe import find_stream, record, record_tower, tower_in, tower_map
+from mainstem.observe import find_stream, record, record_tower, tower_in, tower_ledger, tower_map
 from mainstem.tower import Tower, TowerConfig
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
@@ -169,6 +169,22 @@ def test_parallel_writes_and_the_bias_of_a_norm_are_apart() -> None:
     seen = record_tower(tower, {"token_ids": IDS}, tower_map(tower, IDS), [kept])
     assert [w.kind for w in kept.events[0].sublayers[0].writes] == ["attn", "mlp", "other"]
     assert seen.books.additivity < 1e-13
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@torch.no_grad()
+def test_an_fp32_stream_under_bf16_branches(parallel: bool) -> None:
+    tower = _tower("gru_gate", stream_dtype="float32", parallel=parallel).to(torch.bfloat16)
+    for module in (tower.trunk, *(connection for _, connection, _ in tower.sublayers())):
+        module.float()
+    kept = _Kept()
+    seen = record_tower(tower, {"token_ids": IDS}, tower_map(tower, IDS), [kept])
+    assert kept.events[0].after.dtype == torch.float32
+    torch.testing.assert_close(seen.output, tower(IDS), rtol=0, atol=0)
+    assert seen.books.additivity < (3e-3 if parallel else 1e-6)  # two bf16 writes are one rounded sum
+    books = tower_ledger(tower, IDS)
+    assert books.rows.dtype == torch.float32
+    assert books.error < (1e-2 if parallel else 1e-5)
 
 
 def test_hooks_are_gone_after_an_error_and_others_are_refused() -> None:

@@ -62,11 +62,12 @@ def tower_ledger(tower: Tower, token_ids: Tensor, attention_mask: Tensor | None 
     start = tower.trunk.linearize_collapse(embedded)(first)
     for (block, connection, branches), parts in zip(tower.sublayers(), updates, strict=True):
         update = torch.stack(list(parts.values())).sum(0) if len(parts) > 1 else next(iter(parts.values()))
+        update = connection.stream_of(update)
         _, context = connection.read(stream)
         step = connection.linearize(stream, update, context)
         rows = torch.vmap(step.carry)(rows)  # all at once; what is not written yet stays zero
         for kind in branches:
-            rows = _add(rows, index[f"{block}_{kind}_out"], step.inject(parts[kind]))
+            rows = _add(rows, index[f"{block}_{kind}_out"], step.inject(connection.stream_of(parts[kind])))
         if step.offset is not None:
             rows = _add(rows, index["bias"], step.offset)
         stream = connection.write(stream, update, context)

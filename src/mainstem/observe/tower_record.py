@@ -249,7 +249,7 @@ class _Watch:
         before, after = self._state, self.trunk.collapse(output)
         with torch.no_grad():
             updates = {kind: connection.stream_of(u) for kind, u in self._updates.items()}
-            update = sum_of(list(updates.values()))
+            update = connection.stream_of(sum_of(list(self._updates.values())))
             _, context = connection.read(stream)
             step = connection.linearize(stream, update, context)
             out = self.trunk.linearize_collapse(output)
