@@ -48,6 +48,8 @@ def test_depth_attention_is_asked_all_questions(tmp_path: Path) -> None:
     assert parts == pytest.approx(found.attribution.before, abs=1e-5)
     assert found.books.continuity == 0
     assert found.provenance["stream"]["carry"] == ["mix"]
+    text = next(f.finding for f in found.findings if f.number == 3)
+    assert " A history: the last sublayer has " in text
     # What has no meaning is null, and says why.
     assert found.gradient is None
     assert found.damage is None

@@ -169,7 +169,8 @@ def _streams(result: AuditResult) -> str:
     streams = result.streams
     if streams is None:
         return ""
-    last, parts = streams.blocks[-1], [f" {streams.num_streams} streams"]
+    is_history = streams.num_streams == 1
+    last, parts = streams.blocks[-1], [" A history" if is_history else f" {streams.num_streams} streams"]
     if last.state.similarity is not None and math.isfinite(last.state.similarity):
         parts.append(
             f"after the last block two of them have a cosine of {_number(last.state.similarity)} on average, "
@@ -180,7 +181,7 @@ def _streams(result: AuditResult) -> str:
             f"the product of all mixing matrices is {_number(last.product_distance)} from the identity, its "
             f"largest singular value {_number(last.product_gain)}"
         )
-    else:
+    elif not is_history:
         parts.append("how they are mixed could not be read exactly")
     shares = [(r.embed_share, r.effective_sources) for r in last.reads if r.embed_share is not None]
     if shares:
