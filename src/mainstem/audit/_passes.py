@@ -165,7 +165,7 @@ class Passes:
         mask = window.attention_mask.bool()
         batch = Batch(mask=mask, token_ids=window.input_ids, first_sequence=window.first_sequence)
         reducers = [*self.reducers, *self.probes.reducers]
-        if isinstance(stream_map, TowerMap) and not stream_map.adds:
+        if isinstance(self.stream_map, TowerMap) and not self.stream_map.adds:
             reducers = [r for r in reducers if not isinstance(r, RoundingAbsorption)]
         seen = recorded(
             self.model, inputs, stream_map, reducers, batch=batch, keep_tail=self.lens is not None
