@@ -544,6 +544,14 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         read_monitor(other)
 
 
+def test_two_monitors_of_one_training_see_the_same(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    run = train(llama(0.0), tmp_path, callbacks=[StreamMonitor(every=2), StreamMonitor(other, every=2)])
+    assert [r["step"] for r in run.records] == [1, 2, 4]
+    assert {r["tokens"] for r in run.records} == {64}
+    assert close(read_monitor(other), run.records, rel=0)
+
+
 # ---- two processes ----
 
 SCRIPT = """

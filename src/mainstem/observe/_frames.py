@@ -43,10 +43,13 @@ class FrameTracker:
 
     The hooks are not on any module, so hook tables of the model and of other people are untouched; they are
     removed on exit, after an exception too. A pass within a pass (a reducer that records) is the inner
-    tracker's alone. Modules of a ``tp_plan`` are one call each meanwhile; see `sharded_as_one_call`.
+    tracker's alone, but where that was opened ``beside`` those already there, to follow the pass they follow
+    (two monitors of one training). Modules of a ``tp_plan`` are one call each meanwhile; see
+    `sharded_as_one_call`.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, beside: bool = False):
+        self._beside = beside
         self._names = {id(m): name.replace("._orig_mod", "") for name, m in model.named_modules()}
         # torch.compile's wrapper is no call of its own: what it wraps has the name.
         self._wrappers = {id(m) for m in model.modules() if unwrapped(m) is not m}
@@ -67,11 +70,17 @@ class FrameTracker:
         return tuple(self._stack)
 
     @property
-    def _is_innermost(self) -> bool:
-        return bool(_OPEN.trackers) and _OPEN.trackers[-1] is self
+    def _is_hidden(self) -> bool:
+        """Whether the calls now made are those of a pass within the one that is followed."""
+        for tracker in reversed(_OPEN.trackers):
+            if tracker is self:
+                return False
+            if not tracker._beside:
+                return True
+        return True
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._is_innermost or id(module) in self._wrappers:
+        if self._is_hidden or id(module) in self._wrappers:
             return
         path = self._names.get(id(module))
         if path is None:  # a module made on the fly belongs to whoever made it
@@ -81,7 +90,7 @@ class FrameTracker:
         self._calls[path] += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_innermost and self._stack and id(module) not in self._wrappers:
+        if not self._is_hidden and self._stack and id(module) not in self._wrappers:
             self._stack.pop()
 
     def __enter__(self) -> FrameTracker:

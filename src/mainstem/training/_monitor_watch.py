@@ -96,7 +96,8 @@ class _TrainingRecorder(Recorder):
 
     def _or_let_go(self, step: Callable[[Site], None], site: Site) -> None:
         try:
-            step(site)
+            with torch._C.DisableTorchFunction():  # what is measured is no call of the model to another monitor
+                step(site)
         except StreamNotFoundError as error:
             self.left_the_map = error
             self._next = len(self.map.sites)
@@ -121,7 +122,7 @@ class MapWatch:
 
     def begin(self, model: nn.Module, inputs: Mapping[str, Any], tally: StepTally) -> Callable[[], None]:
         """Enter the recorder."""
-        tracker = FrameTracker(model)
+        tracker = FrameTracker(model, beside=True)
         recorder = _TrainingRecorder(self.map, tracker, inputs)
         recorder.tally = tally
         recorder.note_inputs(inputs)

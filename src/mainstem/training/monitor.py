@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch.distributed
 from torch import nn
@@ -198,13 +198,15 @@ class StreamMonitor(TrainerCallback):
 class _Step:
     """One recorded step."""
 
+    _is_looking: ClassVar[bool] = False
+    """Whether a monitor is finding the stream, which calls the model: no pass, to any monitor."""
+
     def __init__(self, number: int, monitor: StreamMonitor, model: nn.Module):
         self.number, self.monitor, self.model = number, monitor, model
         self.tally = StepTally()
         self.record: dict[str, Any] | None = None
         self._handles: list[Any] = []
         self._end_pass: Callable[[], None] | None = None
-        self._is_looking = False
         self._sums = StepSums()
         self._snapshot: Snapshot | None = None
 
@@ -226,11 +228,11 @@ class _Step:
         if self._is_looking or not module.training:
             return
         inputs = named_inputs(module, args, kwargs)
-        self._is_looking = True  # finding the stream calls the model
+        _Step._is_looking = True
         try:
             watch = self.monitor.watch(module, inputs)
         finally:
-            self._is_looking = False
+            _Step._is_looking = False
         if watch is not None:
             self._end_pass = watch.begin(module, inputs, self.tally)
 
