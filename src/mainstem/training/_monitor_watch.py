@@ -96,7 +96,8 @@ class _TrainingRecorder(Recorder):
 
     def _or_let_go(self, step: Callable[[Site], None], site: Site) -> None:
         try:
-            with torch._C.DisableTorchFunction():  # what is measured is no call of the model to another monitor
+            # Another monitor of the pass must not take what is measured for calls of the model.
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
                 step(site)
         except StreamNotFoundError as error:
             self.left_the_map = error
