@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Processes of a test meet on this machine, whether or not its name can be resolved.
 if sys.platform == "linux":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+# A shell's background job ignores Ctrl-C and so would all that it starts; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 
