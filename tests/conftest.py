@@ -15,13 +15,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Processes of a test meet on this machine, whether or not its name can be resolved.
 if sys.platform == "linux":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-# A shell's background job ignores Ctrl-C and so would all that it starts; some tests press it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import torch
 
 if "OMP_NUM_THREADS" not in os.environ:  # whoever sets it knows how many cores are free
     torch.set_num_threads(2)
+
+# A shell's background job ignores Ctrl-C and so would all that it starts; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DATA = Path(__file__).parent / "data"
 
