@@ -89,7 +89,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # threads of gloo that are still there when Python ends abort the process
+    sys.exit(main())

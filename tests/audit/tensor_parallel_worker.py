@@ -18,7 +18,7 @@ from mainstem.audit import audit_windows
 from mainstem.errors import SourceError, StreamNotFoundError
 from mainstem.observe import find_stream
 from mainstem.sources import LoadedModel, load_model, load_text, make_windows
-from mainstem.training.run import process_group_left
+from mainstem.tower import process_group_left
 
 
 def figures(loaded: LoadedModel, folder: Path) -> dict[str, Any]:

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from mainstem.connections import Connection
-from mainstem.tower import Tower, shard_tower
-from mainstem.training.run import process_group_left
+from mainstem.tower import Tower, process_group_left, shard_tower
 
 DROPOUT = {"dropout": 0.1, "attn_dropout": 0.1}
 MIXED: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

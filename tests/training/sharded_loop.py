@@ -14,7 +14,7 @@ import torch
 from test_stream_monitor import StreamMonitor, llama, tower, windows
 from torch import nn
 
-from mainstem.training.run import process_group_left
+from mainstem.tower import process_group_left
 
 
 def main(out: Path, name: str) -> None:

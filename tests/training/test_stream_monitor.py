@@ -561,7 +561,7 @@ SCRIPT = """
     import torch
     torch.set_num_threads(1)
     from test_stream_monitor import StreamMonitor, llama, train
-    from mainstem.training.run import process_group_left
+    from mainstem.tower import process_group_left
     with process_group_left():
         train(llama(0.0), Path(sys.argv[1]), StreamMonitor(every=2), per_device_train_batch_size=4)
 """

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback
 
+from mainstem.tower import process_group_left
 from mainstem.training import TrainConfig, train
-from mainstem.training.run import process_group_left
 
 PRELOAD = ["tiny_runs", "mainstem.training.trainer", "mainstem.tower.hf", "datasets"]
 TORCHRUN = [

@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from mainstem.errors import MainstemError
+from mainstem.tower import process_group_left
 
 _PATIENCE = datetime.timedelta(days=30)
 """How long a process waits for the others: a launcher ends it sooner where one of them has failed."""
@@ -77,8 +78,6 @@ def joined() -> Generator[Ranks]:
 
     A block within another one changes nothing.
 
-    Threads of gloo that are still there when a process ends abort it, and the launcher calls the run failed.
-
     Raises:
         MainstemError: a mistake of this process, with its number; the launcher ends the others.
     """
@@ -87,15 +86,12 @@ def joined() -> Generator[Ranks]:
         yield Ranks()
         return
     ranks = Ranks(int(os.environ["RANK"]), size)
-    is_ours = not distributed.is_initialized()
-    if is_ours:
-        distributed.init_process_group("gloo", timeout=_PATIENCE)
-    try:
+    if distributed.is_initialized():
         yield ranks
-    except MainstemError as error:
-        if not is_ours:
-            raise
-        raise MainstemError(f"process {ranks.rank} of {ranks.size}: {error}") from error
-    finally:
-        if is_ours and distributed.is_initialized():
-            distributed.destroy_process_group()
+        return
+    with process_group_left():
+        distributed.init_process_group("gloo", timeout=_PATIENCE)
+        try:
+            yield ranks
+        except MainstemError as error:
+            raise MainstemError(f"process {ranks.rank} of {ranks.size}: {error}") from error

@@ -62,12 +62,12 @@ def train(
     Every argument of transformers.TrainingArguments is an option too, by its own name: --learning_rate 1e-3
     --max_steps 500 --gradient_accumulation_steps 4 --report_to tensorboard ...
     """
+    from mainstem.tower import process_group_left
     from mainstem.training import recipe as named
     from mainstem.training import train as run
     from mainstem.training.arguments import options, trainer_arguments
     from mainstem.training.checkpoints import checkpoints
     from mainstem.training.config import TrainConfig
-    from mainstem.training.run import process_group_left
 
     flags = list(context.args)
     if recipe is not None and recipe.startswith("-"):

@@ -13,7 +13,7 @@ from mainstem.tower._config import RopeConfig, TowerConfig
 from mainstem.tower._feed_forward import FeedForward
 from mainstem.tower._model import Tower
 from mainstem.tower._places import Place
-from mainstem.tower.parallel import shard_tower
+from mainstem.tower.parallel import process_group_left, shard_tower
 
 __all__ = [
     "Attention",
@@ -29,5 +29,6 @@ __all__ = [
     "TowerConfig",
     "ValueMix",
     "compile_blocks",
+    "process_group_left",
     "shard_tower",
 ]

@@ -1,7 +1,10 @@
-"""FSDP2: parameters, gradients and optimiser states sharded over processes, the stream as wide as ever."""
+"""Several processes. FSDP2 shards parameters, gradients, optimiser states; the stream is as wide as ever."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Generator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,6 +17,26 @@ from mainstem.tower._model import Tower
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+GLOO_LETS_GO = 0.5
+"""Seconds in which a thread of gloo has done with its last collective; a millisecond when it is let."""
+
+
+@contextlib.contextmanager
+def process_group_left() -> Generator[None]:
+    """Leave, at the end of the block, the process group that a run under a launcher has joined.
+
+    For a process that ends after its run. A thread of gloo lets go of its last collective's Python state a
+    moment after the collective is over, for which it needs the interpreter; where that ends first, the
+    process aborts and its launcher calls the run failed (torch 2.13). DDP and FSDP keep the thread past the
+    group's end.
+    """
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+            time.sleep(GLOO_LETS_GO)
 
 
 def shard_tower(

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from mainstem.training.config import TrainConfig
 from mainstem.training.data import TrainingText, prepare_text
 
 RECORD = "train.json"
-GLOO_LETS_GO = 0.5
-"""Seconds in which a thread of gloo has done with its last collective; a millisecond when it is let."""
 OWN_ARGUMENTS = {
     "output_dir": "--out",
     "resume_from_checkpoint": "--resume",
@@ -130,23 +127,6 @@ def train(
             tell(line)
         checkpoint = _checkpoint(out, tell, first) if resume else None
         return _run(trainer, checkpoint, config, prepared, out)
-
-
-@contextlib.contextmanager
-def process_group_left() -> Generator[None]:
-    """Leave, at the end of the block, the process group that a run under a launcher has joined.
-
-    For a process that ends after its run. A thread of gloo lets go of its last collective's Python state a
-    moment after the collective is over, for which it needs the interpreter; where that ends first, the
-    process aborts and its launcher calls the run failed (torch 2.13). DDP and FSDP keep the thread past the
-    group's end.
-    """
-    try:
-        yield
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-            time.sleep(GLOO_LETS_GO)
 
 
 def training_arguments(config: TrainConfig, out: Path) -> Any:
