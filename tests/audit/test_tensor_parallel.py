@@ -16,6 +16,7 @@ import torch
 import transformers
 from tiny_sources import llama_config
 
+from mainstem.audit import AuditConfig, run_audit
 from mainstem.errors import SourceError
 from mainstem.sources import load_model
 
@@ -59,6 +60,33 @@ def test_one_process_shares_with_nobody(tmp_path: Path) -> None:
         load_model(tiny.make("one_block", tmp_path), device="tp")
 
 
+def launched(*command: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", "2", *command),
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.mark.slow
+def test_the_command_shares_the_weights(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    folder = tiny.save(MODELS["llama"]().eval(), tmp_path / "llama")
+    options = ["--text", str(tiny.GPL), "--tokens", "90", "--window", "16", "--device", "tp", "--sweep"]
+    command = launched("-m", "mainstem", "audit", str(folder), *options, "--out", str(tmp_path / "out"))
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("wrote ") == 2  # one process writes
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"audit.json", "audit.csv"}
+    shared = json.loads((tmp_path / "out" / "audit.json").read_text("utf-8"))
+    assert shared["provenance"]["model"]["device"] == "cpu, shared by 2 processes"
+    plain = run_audit(AuditConfig(model=str(folder), text=str(tiny.GPL), tokens=90, window=16, sweep=True))
+    assert_close(json.loads(json.dumps(plain.to_dict())), shared, "command")
+
+
 @pytest.mark.slow
 def test_two_processes_that_share_the_weights(tmp_path: Path) -> None:
     folders: list[Path] = []
@@ -66,12 +94,8 @@ def test_two_processes_that_share_the_weights(tmp_path: Path) -> None:
         torch.manual_seed(1)
         folders.append(tiny.save(make().eval(), tmp_path / name))
     unplanned = tiny.make("gpt2", tmp_path)
-    start = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-        *("--nproc-per-node", "2", worker.__file__, str(tmp_path), str(unplanned), *map(str, folders)),
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ran = subprocess.run(start, capture_output=True, text=True, env=env, timeout=240, check=False)
+    start = launched(worker.__file__, str(tmp_path), str(unplanned), *map(str, folders))
+    ran = subprocess.run(start, capture_output=True, text=True, env=environment(), timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text("utf-8")) for rank in range(2))
     for folder in folders:

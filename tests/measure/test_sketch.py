@@ -73,6 +73,13 @@ def test_nothing_hidden() -> None:
     assert math.isnan(as_sketch(np.array([np.nan])).quantile(0.5))
 
 
+@pytest.mark.parametrize("value", [8.8e307, 9.1e307, 1.797e308, np.finfo(np.float64).max])
+def test_the_largest_numbers_do_not_overflow(value: float) -> None:
+    sketch = as_sketch(np.array([value, 1.0]), 2.5e-4)
+    assert sketch.quantile(1.0) == pytest.approx(value, rel=2.5e-4)
+    assert sketch.above(2.0)[1] == pytest.approx(value, rel=2.5e-4)
+
+
 def test_above_counts_and_sums() -> None:
     values = np.random.default_rng(1).uniform(1, 100, 5000)
     count, total = as_sketch(values, 1e-3).above(50.0)

@@ -18,7 +18,7 @@ def check_device(device: str | None) -> None:
     Raises:
         MainstemError: there is none, or no such name.
     """
-    if device in (None, "auto"):
+    if device in (None, "auto", "tp"):
         return
     try:
         torch.ones(1, device=device).item()  # the device `meta` has no numbers

@@ -130,7 +130,7 @@ class Passes:
 
     def _share(self, ranks: Ranks) -> None:
         """Add up what all processes have, in the order of their numbers, so that all hold the same."""
-        if ranks.size == 1:
+        if ranks.size == 1 or ranks.weights:
             return
         first, *others = (state_from_bytes(d) for d in ranks.gather(state_to_bytes(self.state_dict())))
         self.load_state_dict(first)

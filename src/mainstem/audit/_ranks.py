@@ -1,4 +1,4 @@
-"""Processes that share one audit: each takes some batches, and all end with the same figures."""
+"""Processes that share one audit, its text or its weights; all end with the same figures."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ class Ranks:
 
     Attributes:
         rank: number of this process, 0-based; ``size``: how many there are.
+        weights: whether they share the weights of one model, and so see the same text, rather than the text.
     """
 
     rank: int = 0
     size: int = 1
+    weights: bool = False
 
     def takes(self, batch: int) -> bool:
         """Say whether a batch of the text is this process's: they are dealt out in turn."""
-        return batch % self.size == self.rank
+        return self.weights or batch % self.size == self.rank
 
     def device(self, device: str | None) -> str | None:
         """Return where this process's copy of the model goes: of several accelerators one each.
@@ -49,12 +51,12 @@ class Ranks:
         return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % max(1, torch.cuda.device_count())}"
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what every process gives, by rank, on all of them.
+        """Return what every process gives, by rank, on all of them; of a shared model, what one gives.
 
         Raises:
             MainstemError: another process has ended.
         """
-        if self.size == 1:
+        if self.size == 1 or self.weights:
             return [data]
         try:
             mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -73,10 +75,13 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined() -> Generator[Ranks]:
+def joined(device: str | None = None) -> Generator[Ranks]:
     """Join the processes that ``torchrun`` has started, and leave them at the end of the block.
 
     A block within another one changes nothing.
+
+    Args:
+        device: of the audit; ``"tp"`` has the processes share the weights of one model.
 
     Raises:
         MainstemError: a mistake of this process, with its number; the launcher ends the others.
@@ -85,12 +90,14 @@ def joined() -> Generator[Ranks]:
     if size == 1:
         yield Ranks()
         return
-    ranks = Ranks(int(os.environ["RANK"]), size)
+    ranks = Ranks(int(os.environ["RANK"]), size, weights=device == "tp")
     if distributed.is_initialized():
         yield ranks
         return
     with process_group_left():
-        distributed.init_process_group("gloo", timeout=_PATIENCE)
+        # Sums travel on the host; shared weights where the model is.
+        backend = "cpu:gloo,cuda:nccl" if ranks.weights and torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, timeout=_PATIENCE)
         try:
             yield ranks
         except MainstemError as error:

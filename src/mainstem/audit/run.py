@@ -41,13 +41,14 @@ def run_audit(
         config: what to do.
         progress: told of every step, by the first process.
         resume: keeps what was summed so far, and goes on from what it kept; `Resume.remove` it when the
-            result is safe.
+            result is safe. Not used where processes share the weights: they have to stop at the same batch.
 
     Raises:
         MainstemError: a mistake in the model, the text or the options; no stream was found; or the books do
             not balance, in which case no figure is given.
     """
-    with joined() as ranks:
+    with joined(config.device) as ranks:
+        resume = None if ranks.weights else resume
         tell = progress if progress is not None and ranks.rank == 0 else _silent
         device = ranks.device(config.device)
         check_device(device)

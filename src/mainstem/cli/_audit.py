@@ -88,7 +88,7 @@ def audit(
     not trained on.
 
     An interrupted audit goes on where it was when the same command is given again. Several processes share
-    the text: torchrun --nproc-per-node N -m mainstem audit ...
+    the text, or with --device tp the weights: torchrun --nproc-per-node N -m mainstem audit ...
     """
     from mainstem.audit import AuditConfig
     from mainstem.sources import TWINS
@@ -153,7 +153,7 @@ def _audit_and_show(
     for place in places.values():
         check_folder(place)
     kept = {name: Resume(place, fresh=fresh) for name, place in places.items()}
-    with joined() as ranks:
+    with joined(next(iter(configs.values())).device) as ranks:
         try:
             with stdout_kept_clean(), nullcontext() if ranks.rank else progress() as tell:
                 results = {n: run_audit(config, tell, resume=kept.get(n)) for n, config in configs.items()}

@@ -12,7 +12,12 @@ ModelArgument = Annotated[
 DtypeOption = Annotated[
     str, typer.Option(help="float32, float64, bfloat16, float16, or auto (the checkpoint's).")
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...; auto spreads the model.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, ...; auto spreads the model, tp shares its weights between torchrun's processes."
+    ),
+]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
 TrustOption = Annotated[

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from mainstem.errors import ConfigError
 from mainstem.measure._state import storable
 
+_LARGEST_LOG = np.nextafter(math.log(np.finfo(np.float64).max), 0)
+
 
 @storable
 class QuantileSketch:
@@ -189,7 +191,8 @@ class QuantileSketch:
         return float(self._values(np.array(self._offsets[lane] + place)))
 
     def _values(self, buckets: NDArray[np.int64]) -> NDArray[np.float64]:
-        return 2 * np.exp(buckets * self._log_base) / (1 + math.exp(self._log_base))
+        middle = buckets * self._log_base + math.log(2 / (1 + math.exp(self._log_base)))
+        return np.exp(np.minimum(middle, _LARGEST_LOG))  # the last bucket's middle may lie beyond fp64
 
     def above(self, threshold: float, lane: int = 0) -> tuple[int, float]:
         """Number and sum of the finite values above a threshold, to the relative error of each."""
