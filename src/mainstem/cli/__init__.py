@@ -21,6 +21,7 @@ except ImportError as missing:  # the core installs without them; the command sa
 
 from mainstem.cli._audit import audit
 from mainstem.cli._check import check
+from mainstem.cli._convert import convert
 from mainstem.cli._inspect import connections, inspect
 from mainstem.cli._terminal import INTERRUPTED, Interrupted, drop_stdout
 from mainstem.cli._train import compare, train
@@ -57,6 +58,9 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(epilog="Example:  mainstem audit smollm2 --text README.md --out out/smollm2")(audit)
 app.command(epilog="Example:  mainstem inspect smollm2")(inspect)
 app.command(epilog="Example:  mainstem connections")(connections)
+app.command(
+    epilog="Example:  mainstem convert smollm2 --connection mhc --text README.md --out out/smollm2-mhc"
+)(convert)
 app.command(epilog="Example:  mainstem check my_package.models:build --depths 2,8,24")(check)
 app.command(
     epilog="Example:  mainstem train --depth 96 --width 64 --connection mhc --max_steps 500 --out out/mhc96",
