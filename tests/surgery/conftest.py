@@ -1,4 +1,4 @@
-"""One thread; families as tests/tower makes them, tokenizers as tests/sources does."""
+"""One thread; models as tests/observe and tests/tower make them, tokenizers as tests/sources does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for room in ("sources", "tower"):
+for room in ("observe", "sources", "tower"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 
 

@@ -4,7 +4,7 @@ middle."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -101,8 +101,9 @@ class Doors:
         entries: Mapping[int, list[tuple[range, Tensor]]],
         on_state: Callable[[int, Tensor], None],
         seconds: list[float] | None = None,
+        skipped: Collection[int] = (),
     ) -> AbstractContextManager[None]:
-        """Have the one pass inside do nothing in blocks below ``first``.
+        """Have the one pass inside do nothing in blocks below ``first``, nor in those that are skipped.
 
         Args:
             first: the first block that runs.
@@ -110,6 +111,7 @@ class Doors:
                 ``num_blocks`` stands for the end of the model.
             on_state: told of the state that enters each block from ``first`` on, as it enters.
             seconds: filled with the time of each block.
+            skipped: blocks from ``first`` on that the state passes by.
         """
 
         def turn(
@@ -117,7 +119,7 @@ class Doors:
         ) -> Any:
             begin = time.perf_counter()
             template, spec, place = self._outs[block]
-            if block < first:
+            if block < first or block in skipped:
                 state = pytree.tree_leaves((args, kwargs))[self._slots[block]]
                 leaves = list(template)
             else:

@@ -353,11 +353,16 @@ class _Runner:
         return dataclasses.replace(host, rest=rest, first=first)
 
     def _logits(self, output: Any) -> Tensor | None:
-        if self.map.output == "last_hidden_state":
-            return None
-        found = output[self.map.output] if isinstance(output, Mapping) else output
-        found = found[0] if isinstance(found, tuple | list) else getattr(found, "logits", found)
-        return found if isinstance(found, Tensor) and found.ndim == 3 else None
+        return logits_of(self.map, output)
+
+
+def logits_of(stream_map: StreamMap, output: Any) -> Tensor | None:
+    """Return the prediction ``[batch, pos, vocab]`` of a pass; None for a model that makes none."""
+    if stream_map.output == "last_hidden_state":
+        return None
+    found = output[stream_map.output] if isinstance(output, Mapping) else output
+    found = found[0] if isinstance(found, tuple | list) else getattr(found, "logits", found)
+    return found if isinstance(found, Tensor) and found.ndim == 3 else None
 
 
 def _ignore(number: int, state: Tensor) -> None:
