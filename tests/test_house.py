@@ -28,7 +28,7 @@ STOREYS = [
 ]
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}
 EVERYONES = {"errors"}
-# Same storey: what a reducer is handed is defined by measure; what a removal costs is measured by intervening.
+# Same storey: measure defines what a reducer is handed; what a removal costs is measured by intervening.
 NEIGHBOURS = {("observe", "measure"), ("surgery", "intervene")}
 STANDALONE = {"connections", "observe", "measure", "check"}
 EXTRAS = ["transformers", "datasets", "rich", "typer", "accelerate", "gguf", "huggingface_hub", "tokenizers"]
