@@ -2,6 +2,7 @@
 
 from mainstem.surgery.convert import Conversion, ConvertConfig, convert, convert_tower, save_conversion
 from mainstem.surgery.convert_proof import Distance, measure_distance
+from mainstem.surgery.cut import Cut, cut
 from mainstem.surgery.judge import Cost, Judge
 from mainstem.surgery.planners import (
     PLANNERS,
@@ -23,6 +24,7 @@ __all__ = [
     "Conversion",
     "ConvertConfig",
     "Cost",
+    "Cut",
     "Distance",
     "Greedy",
     "Influence",
@@ -32,6 +34,7 @@ __all__ = [
     "Single",
     "convert",
     "convert_tower",
+    "cut",
     "make_plan",
     "measure_distance",
     "planner_named",

@@ -1,0 +1,133 @@
+"""Where a model keeps its blocks, what it does without some of them, and whether a block is still itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mainstem.errors import ConfigError
+from mainstem.sources import require
+
+_PROBE_TOKENS = 12
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def block_list(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
+    """Return the path and the list that holds the model's blocks.
+
+    Raises:
+        ConfigError: none is as long as the model is deep, as where one block is shared over depth (ALBERT),
+            or more than one is.
+    """
+    found: list[tuple[str, nn.ModuleList]] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) != depth:
+            continue
+        if not any(path.startswith(f"{outer}.") for outer, _ in found):
+            found.append((path, module))
+    name = type(model).__name__
+    if not found:
+        raise ConfigError(
+            f"{name} has no list of its {depth} blocks: its blocks are shared over depth or kept otherwise, "
+            "so none can be removed alone; give a model with a module list of blocks."
+        )
+    if len(found) > 1:
+        raise ConfigError(
+            f"{name} has {len(found)} lists of {depth} modules ({', '.join(path for path, _ in found)}), and "
+            "which of them are its blocks cannot be told; give a model with one."
+        )
+    path, blocks = found[0]
+    if len({id(block) for block in blocks}) != depth:
+        raise ConfigError(f"{name} uses one block at several depths, so none can be removed alone.")
+    return path, blocks
+
+
+def probe_inputs(model: Any) -> dict[str, Any]:
+    """Return a sequence of a few different tokens, on the model's device.
+
+    Raises:
+        ConfigError: the model reads no tokens.
+    """
+    vocab = getattr(model.config.get_text_config(), "vocab_size", None)
+    if not isinstance(vocab, int):
+        raise ConfigError(f"{type(model).__name__} reads no tokens; give a language model or a text encoder.")
+    ids = (torch.arange(_PROBE_TOKENS) * 7 + 3) % vocab
+    device = model.get_input_embeddings().weight.device
+    return {"input_ids": ids[None].to(device), "attention_mask": torch.ones_like(ids)[None].to(device)}
+
+
+def main_output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Return the model's logits, or its last states where it has no head; in eval mode, without gradients."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(**inputs)
+    finally:
+        model.train(training)
+    logits = getattr(output, "logits", None)
+    return output[0] if logits is None else logits
+
+
+@contextlib.contextmanager
+def passed_by(blocks: nn.ModuleList, removed: Sequence[int]) -> Generator[None]:
+    """Inside the block, the stream passes the ``removed`` blocks by unchanged."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = args[0] if args else kwargs["hidden_states"]
+        entered.append(state.clone())  # some blocks add to it in place
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        state = entered.pop()
+        if isinstance(output, tuple):
+            return (state, *cast(tuple[Any, ...], output)[1:])
+        return state
+
+    entered: list[Tensor] = []
+    with contextlib.ExitStack() as stack:
+        for number in removed:
+            block = blocks[number]
+            stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(leave).remove)
+        yield
+
+
+def first_difference(old: nn.Module, new: nn.Module, was: int, now: int) -> str | None:
+    """Say in what a kept block differs from what it was, its number apart; None where it is the same."""
+    theirs = dict(new.named_modules())
+    if [*theirs] != [path for path, _ in old.named_modules()]:
+        return "its modules"
+    for path, module in old.named_modules():
+        other = theirs[path]
+        if type(module) is not type(other):
+            return f"{path or 'itself'} ({type(module).__name__}, now {type(other).__name__})"
+        for name, value, after in _plain_attributes(module, other):
+            renumbered = (value, after) == (was, now) and any(
+                word in name for word in ("layer", "idx", "index")
+            )
+            if value != after and not renumbered:
+                return f"{f'{path}.' if path else ''}{name} ({value!r}, now {after!r})"
+    return None
+
+
+def _plain_attributes(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    for name, value in vars(module).items():
+        if name == "training" or name.startswith("_") or not isinstance(value, _PLAIN):
+            continue
+        yield name, value, vars(other).get(name)
+
+
+def built_without_weights(model: Any, config: Any) -> Any:
+    """Build a model of the same class from ``config``; its weights are whatever memory held."""
+    initialization = require("transformers.initialization", feature="Cutting a model")
+    options: dict[str, Any] = {"dtype": model.dtype}
+    for name in ("attn", "experts"):
+        chosen = getattr(model.config, f"_{name}_implementation", None)
+        if chosen is not None:
+            options[f"{name}_implementation"] = chosen
+    with initialization.no_init_weights():
+        return type(model)._from_config(config, **options)
