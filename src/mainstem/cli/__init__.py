@@ -23,6 +23,7 @@ from mainstem.cli._audit import audit
 from mainstem.cli._check import check
 from mainstem.cli._convert import convert
 from mainstem.cli._inspect import connections, inspect
+from mainstem.cli._report import report
 from mainstem.cli._terminal import INTERRUPTED, Interrupted, drop_stdout
 from mainstem.cli._train import compare, train
 
@@ -56,6 +57,7 @@ def _root(
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command(epilog="Example:  mainstem audit smollm2 --text README.md --out out/smollm2")(audit)
+app.command(epilog="Example:  mainstem report out/smollm2/audit.json --out smollm2.html")(report)
 app.command(epilog="Example:  mainstem inspect smollm2")(inspect)
 app.command(epilog="Example:  mainstem connections")(connections)
 app.command(

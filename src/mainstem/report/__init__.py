@@ -1,4 +1,4 @@
-"""Results for people and programs: terminal, JSON, CSV."""
+"""Results for people and programs: terminal, JSON, CSV, one offline HTML file."""
 
 from mainstem.report.check import check_to_json, print_check
 from mainstem.report.files import check_folder, to_csv, to_json, write_files
