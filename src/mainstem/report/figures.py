@@ -306,11 +306,12 @@ def _attribution(found: Mapping[str, Any], depth: int) -> list[Chart]:
     rest = [part["logit"] for i, part in enumerate(parts) if i not in kept]
     shown = [parts[i] for i in sorted(kept)]
     what = repr(found["token"]) + (f" over {found['against']!r}" if found["against"] is not None else "")
-    roles = [_role(part["label"]) for part in shown]
+    roles: list[Role] = [_role(part["label"]) for part in shown]
     labels, values = [part["label"] for part in shown], [part["logit"] for part in shown]
     if rest:
-        labels, roles = [*labels, f"{len(rest)} others"], [*roles, _OTHERS]
-        values = [*values, None if None in rest else math.fsum(rest)]
+        labels.append(f"{len(rest)} others")
+        roles.append(_OTHERS)
+        values.append(None if None in rest else math.fsum(rest))
     title, x = f"Who says {what}", Axis(label="part of the logit")
     bars = Bars(title=title, x=x, labels=labels, values=values, roles=roles, total=found["before"])
     if found["before"] is None or any(part["logit"] is None for part in parts):
