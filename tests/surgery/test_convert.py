@@ -20,8 +20,14 @@ import mainstem.tower.hf
 from mainstem.connections import make_scheme, parameter_groups, scheme_names
 from mainstem.errors import ConfigError, MainstemError
 from mainstem.sources import WindowBatch
-from mainstem.surgery import ConvertConfig, convert, convert_tower, measure_distance, save_conversion
-from mainstem.surgery.convert import check_out
+from mainstem.surgery import (
+    ConvertConfig,
+    check_out,
+    convert,
+    convert_tower,
+    measure_distance,
+    save_conversion,
+)
 from mainstem.tower.pretrained import tower_from_transformers
 
 PRE_NORM = ["llama", "mistral_sliding", "qwen2", "qwen3", "gpt2"]

@@ -52,7 +52,7 @@ def convert(
     What is saved loads by AutoModelForCausalLM.from_pretrained once mainstem.tower.hf is imported.
     """
     from mainstem.report.convert import conversion_lines
-    from mainstem.surgery.convert import ConvertConfig, check_out, save_conversion
+    from mainstem.surgery import ConvertConfig, check_out, save_conversion
     from mainstem.surgery.convert import convert as run
     from mainstem.training.arguments import options as parse
 

@@ -9,7 +9,7 @@ package but torch, and a missing one is reported with its install command.
     windows = make_windows(loaded.tokenizer, text, num_tokens=2048, window=256, batch_size=4)
 """
 
-from ._cache import cache_root, cached_folder, is_whole, write_manifest
+from ._cache import cache_root, cached_folder, is_whole, obey_umask, write_manifest
 from ._extras import quiet_datasets, quiet_transformers, require, versions
 from ._models import LoadedModel, load_model
 from ._packaged import PACKAGED, PACKAGED_TEXTS, TWINS, PackagedModel
@@ -33,6 +33,7 @@ __all__ = [
     "load_model",
     "load_text",
     "make_windows",
+    "obey_umask",
     "quiet_datasets",
     "quiet_transformers",
     "require",

@@ -102,6 +102,16 @@ def write_manifest(folder: Path, says: dict[str, Any]) -> None:
     (folder / MANIFEST).write_text(json.dumps({**says, "files": files}, indent=1, sort_keys=True), "utf-8")
 
 
+def obey_umask(folder: Path) -> None:
+    """Give the weights in ``folder`` the mode of any new file: safetensors writes for the owner alone."""
+    made = folder / ".mode"
+    made.touch()
+    mode = made.stat().st_mode & 0o777
+    made.unlink()
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
+
+
 def _move_into_place(work: Path, final: Path) -> None:
     """Rename ``work`` to ``final``; where another process was faster, keep its result if it is whole."""
     for _ in range(3):

@@ -1,5 +1,6 @@
 """Models changed on evidence: what a change costs or keeps is measured before anything is saved."""
 
+from mainstem.surgery._folder import check_out, new_folder
 from mainstem.surgery.convert import Conversion, ConvertConfig, convert, convert_tower, save_conversion
 from mainstem.surgery.convert_proof import Distance, measure_distance
 from mainstem.surgery.cut import Cut, cut
@@ -16,6 +17,7 @@ from mainstem.surgery.planners import (
     make_plan,
     planner_named,
 )
+from mainstem.surgery.save import Origin, save_pruned
 
 __all__ = [
     "PLANNERS",
@@ -29,14 +31,18 @@ __all__ = [
     "Greedy",
     "Influence",
     "Judge",
+    "Origin",
     "Plan",
     "Planner",
     "Single",
+    "check_out",
     "convert",
     "convert_tower",
     "cut",
     "make_plan",
     "measure_distance",
+    "new_folder",
     "planner_named",
     "save_conversion",
+    "save_pruned",
 ]

@@ -114,6 +114,21 @@ def first_difference(old: nn.Module, new: nn.Module, was: int, now: int) -> str 
     return None
 
 
+def changed_buffer(whole: nn.Module, shorter: nn.Module, path: str) -> str | None:
+    """Name a buffer outside the blocks, such as rotary frequencies, that is not as the class makes it.
+
+    A model that was converted by ``.to(bfloat16)`` has rounded ones, which are in no checkpoint.
+    """
+    made = dict(shorter.named_buffers())
+    for name, buffer in whole.named_buffers():
+        if name.startswith(f"{path}.") or name not in made or made[name].is_meta:
+            continue
+        other = made[name].to(buffer.device)
+        if other.dtype != buffer.dtype or not torch.equal(other, buffer):
+            return f"the buffer {name} ({buffer.dtype})"
+    return None
+
+
 def _plain_attributes(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     for name, value in vars(module).items():
         if name == "training" or name.startswith("_") or not isinstance(value, _PLAIN):

@@ -53,6 +53,16 @@ def _zero(block: nn.Module, kind: str) -> bool:
     return done
 
 
+def last_modules(block: nn.Module, kind: str) -> list[str]:
+    """Return the paths, in the block, of what is zeroed to silence a sublayer: ``["self_attn.o_proj"]``."""
+    found: dict[str, None] = {}
+    paths = {id(module): path for path, module in block.named_modules()}
+    for module, name in _last_parameters(block, kind):
+        path = paths[id(module)]
+        found[path if path.rpartition(".")[2] in _LAST_OF[kind] else f"{path}.{name}"] = None
+    return list(found)
+
+
 def _last_parameters(block: nn.Module, kind: str) -> Iterator[tuple[nn.Module, str]]:
     for name, part in block.named_children():
         if name not in _PARTS[kind]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from torch import Tensor
 from mainstem.connections import SCHEMES, make_scheme
 from mainstem.errors import ConfigError, MainstemError
 from mainstem.sources import load_model, load_text, make_windows, quiet_transformers, require, versions
+from mainstem.surgery._folder import check_out, new_folder
 from mainstem.surgery.convert_proof import Distance, measure_distance
 from mainstem.tower import Tower
 
@@ -246,24 +245,6 @@ def _refusal(config: ConvertConfig, distance: Distance) -> str:
     )
 
 
-def check_out(out: Path, model: str) -> None:
-    """Make sure, before the work, that a new folder can be made at ``out``.
-
-    Raises:
-        MainstemError: something is there already, the source among it, or its parent cannot be written.
-    """
-    source = Path(model).expanduser()
-    if source.exists() and out.resolve() == source.resolve():
-        raise MainstemError(f"{out} is the source itself, which is never written over; choose another --out.")
-    if out.exists():
-        raise MainstemError(f"{out} is there already; choose an --out that is not.")
-    parent = out.resolve().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise MainstemError(f"No folder can be made in {parent}; choose another --out.")
-
-
 def save_conversion(conversion: Conversion, out: Path) -> Path:
     """Write model, tokenizer, generation config and ``convert.json`` into the new folder ``out``.
 
@@ -273,22 +254,12 @@ def save_conversion(conversion: Conversion, out: Path) -> Path:
         MainstemError: ``out`` is there already, or cannot be written.
     """
     check_out(out, str(conversion.record["source"].get("resolved", "")))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as work:
-            folder = Path(work) / out.name
-            folder.mkdir()
-            if conversion.generation_config is not None:
-                conversion.model.generation_config = conversion.generation_config
-            with quiet_transformers():
-                conversion.model.save_pretrained(folder)
-                if conversion.tokenizer is not None:
-                    conversion.tokenizer.save_pretrained(folder)
-            text = json.dumps(conversion.record, indent=1, ensure_ascii=False) + "\n"
-            (folder / "convert.json").write_text(text, "utf-8")
-            os.rename(folder, out)
-    except OSError as error:
-        raise MainstemError(
-            f"{out} could not be written ({error.strerror or error}); nothing was left half written."
-        ) from error
+    with new_folder(out) as folder, quiet_transformers():
+        if conversion.generation_config is not None:
+            conversion.model.generation_config = conversion.generation_config
+        conversion.model.save_pretrained(folder)
+        if conversion.tokenizer is not None:
+            conversion.tokenizer.save_pretrained(folder)
+        text = json.dumps(conversion.record, indent=1, ensure_ascii=False) + "\n"
+        (folder / "convert.json").write_text(text, "utf-8")
     return out

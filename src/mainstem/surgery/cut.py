@@ -15,6 +15,7 @@ from mainstem.sources import quiet_transformers, require
 from ._blocks import (
     block_list,
     built_without_weights,
+    changed_buffer,
     first_difference,
     main_output,
     passed_by,
@@ -182,6 +183,11 @@ def _prove(whole: Any, shorter: Any, what: Cut, path: str, blocks: nn.ModuleList
                 f"{name} cannot be said in its configuration: block {was} would change in {difference}; "
                 "remove others."
             )
+    if strange := changed_buffer(whole, shorter, path):
+        raise ConfigError(
+            f"{strange} of {type(whole).__name__} is not what its configuration makes, so no checkpoint "
+            "keeps it; load the model in the dtype it shall have instead of converting it."
+        )
     inputs = probe_inputs(whole)
     with passed_by(blocks, what.blocks):
         expected = main_output(whole, inputs)

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from mainstem.errors import MainstemError
-from mainstem.sources import is_whole, write_manifest
+from mainstem.sources import is_whole, obey_umask, write_manifest
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 STAGE = ".saving"
@@ -99,16 +99,6 @@ def set_aside(torn: list[Path]) -> None:
         aside = path.with_name(f"torn-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(path, aside)
-
-
-def obey_umask(folder: Path) -> None:
-    """Give the weights in ``folder`` the mode of any new file: safetensors writes for the owner alone."""
-    made = folder / ".mode"
-    made.touch()
-    mode = made.stat().st_mode & 0o777
-    made.unlink()
-    for path in folder.glob("*.safetensors"):
-        path.chmod(mode)
 
 
 def _sync(path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mainstem.errors import MissingExtraError
-from mainstem.sources import quiet_transformers
+from mainstem.sources import obey_umask, quiet_transformers
 from mainstem.tower import Tower, shard_tower
 from mainstem.training._non_finite import first_non_finite
 from mainstem.training.checkpoints import (
@@ -23,7 +23,6 @@ from mainstem.training.checkpoints import (
     NonFiniteError,
     TrainingStoppedError,
     last_whole,
-    obey_umask,
     remove_old,
     staged,
     step_of,
