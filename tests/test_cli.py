@@ -78,13 +78,13 @@ def process(*args: object, code: str = "", **options: Any) -> subprocess.Popen[s
 # what it prints and writes
 
 
-def test_an_audit_prints_a_table_and_writes_two_files(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_an_audit_prints_a_table_and_writes_three_files(run: Run, folder: Path, tmp_path: Path) -> None:
     ran = run("audit", folder, "--text", tiny.GPL, *SMALL, "--out", tmp_path / "out")
     assert ran.code == 0
     assert ran.out.count("model.layers") == 0
     assert "7 Which blocks can go?" in ran.out
-    assert ran.out.rstrip().splitlines()[-2:] == [
-        f"wrote {tmp_path / 'out' / name}" for name in ("audit.json", "audit.csv")
+    assert ran.out.rstrip().splitlines()[-3:] == [
+        f"wrote {tmp_path / 'out' / name}" for name in ("audit.json", "audit.csv", "report.html")
     ]
     assert "reading the stream 0/2\n" in ran.err
     found = json.loads((tmp_path / "out" / "audit.json").read_text("utf-8"))
@@ -102,7 +102,7 @@ def test_a_word_and_a_probe_can_be_asked_for(run: Run, folder: Path) -> None:
 
 def test_the_folder_has_a_name_by_default(run: Run, folder: Path) -> None:
     assert run("audit", folder, "--text", tiny.GPL, *SMALL, "--no-lens").code == 0
-    assert sorted(p.name for p in Path("audit-llama").iterdir()) == ["audit.csv", "audit.json"]
+    assert sorted(p.name for p in Path("audit-llama").iterdir()) == ["audit.csv", "audit.json", "report.html"]
 
 
 def test_json_is_all_there_is_on_standard_output(
@@ -151,6 +151,28 @@ def test_every_help_has_an_example(run: Run, verb: tuple[str, ...]) -> None:
     ran = run(*verb, "--help")
     assert ran.code == 0
     assert f"Example:  mainstem {verb[0] if verb else 'audit'} smollm2" in ran.out
+
+
+def test_a_report_of_a_saved_audit(run: Run, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--only", "books,growth", "--no-report", "--out", out)
+    assert run("audit", folder, "--text", tiny.GPL, *SMALL, *options).code == 0
+    assert sorted(p.name for p in out.iterdir()) == ["audit.csv", "audit.json"]
+    page = tmp_path / "page.html"
+    ran = run("report", out, out / "audit.json", "--out", page)
+    assert (ran.code, ran.out) == (0, f"wrote {page}\n")
+    assert "How does the stream grow?" in page.read_text("utf-8")
+    ran = run("report", out, out, out)
+    assert (ran.code, ran.err.count("\n")) == (1, 1)
+    assert "3 audits were given" in ran.err
+
+
+def test_a_report_has_a_place(run: Run, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    ran = run("audit", folder, "--text", tiny.GPL, *SMALL, "--out", tmp_path / "out")
+    assert ran.code == 1
+    assert "report.html is a folder" in ran.err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["report.html"]
 
 
 def test_version(run: Run) -> None:
@@ -404,4 +426,4 @@ def test_an_interrupted_audit_goes_on(
     seen[:] = [80]
     assert run("audit", folder, *options).code == 0
     assert seen == [80, *range(64, 100, 4)]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["audit.csv", "audit.json"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["audit.csv", "audit.json", "report.html"]

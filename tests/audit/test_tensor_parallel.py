@@ -79,8 +79,8 @@ def test_the_command_shares_the_weights(tmp_path: Path) -> None:
     command = launched("-m", "mainstem", "audit", str(folder), *options, "--out", str(tmp_path / "out"))
     ran = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("wrote ") == 2  # one process writes
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"audit.json", "audit.csv"}
+    assert ran.stdout.count("wrote ") == 3  # one process writes
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"audit.json", "audit.csv", "report.html"}
     shared = json.loads((tmp_path / "out" / "audit.json").read_text("utf-8"))
     assert shared["provenance"]["model"]["device"] == "cpu, shared by 2 processes"
     plain = run_audit(AuditConfig(model=str(folder), text=str(tiny.GPL), tokens=90, window=16, sweep=True))

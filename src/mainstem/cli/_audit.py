@@ -36,7 +36,11 @@ def audit(
     ] = "2048",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for audit.json and audit.csv.", show_default="audit-MODEL", metavar="DIR"),
+        typer.Option(
+            help="Folder for audit.json, audit.csv and report.html.",
+            show_default="audit-MODEL",
+            metavar="DIR",
+        ),
     ] = None,
     window: Annotated[
         int | None,
@@ -79,6 +83,9 @@ def audit(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin again where an interrupted audit would be gone on with.")
     ] = False,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write report.html: every answer with its charts.")
+    ] = True,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -115,10 +122,9 @@ def audit(
     )
     name = "twins" if model is None else Path(model).expanduser().resolve().name
     folder = out or (None if as_json else Path(f"audit-{name}"))
-    if model is None:
-        _audit_and_show({n: dataclasses.replace(config, model=n) for n in TWINS}, folder, fresh, as_json)
-    else:
-        _audit_and_show({"": config}, folder, fresh, as_json)
+    page = folder / "report.html" if report and folder is not None else None
+    configs = {"": config} if model else {n: dataclasses.replace(config, model=n) for n in TWINS}
+    _audit_and_show(configs, folder, fresh=fresh, as_json=as_json, page=page)
 
 
 def _number_of(tokens: str) -> int | None:
@@ -136,22 +142,35 @@ def _number_of(tokens: str) -> int | None:
 
 
 def _audit_and_show(
-    configs: Mapping[str, AuditConfig], folder: Path | None, fresh: bool, as_json: bool
+    configs: Mapping[str, AuditConfig],
+    folder: Path | None,
+    *,
+    fresh: bool,
+    as_json: bool,
+    page: Path | None,
 ) -> None:
-    """Audit one model, or several side by side, whose files go into folders of these names."""
+    """Audit one model, or several side by side, whose files go into folders of these names.
+
+    The page of all is written last: whatever may go wrong with it, the figures are safe.
+    """
     from mainstem.audit import Resume, joined, run_audit
     from mainstem.report import (
         check_folder,
+        check_page,
+        make_report,
         plain_console,
         print_pair,
         print_result,
         to_json,
         write_files,
+        write_html,
     )
 
     places = {name: folder / name for name in configs} if folder is not None else {}
     for place in places.values():
         check_folder(place)
+    if page is not None:
+        check_page(page)
     kept = {name: Resume(place, fresh=fresh) for name, place in places.items()}
     with joined(next(iter(configs.values())).device) as ranks:
         try:
@@ -164,6 +183,8 @@ def _audit_and_show(
         files = [path for name, place in places.items() for path in write_files(results[name], place)]
         for resume in kept.values():
             resume.remove()
+        if page is not None:
+            files.append(write_html(make_report([result.to_dict() for result in results.values()]), page))
     with output():
         if as_json:
             whole = [to_json(result) for result in results.values()]

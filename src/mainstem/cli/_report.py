@@ -24,8 +24,7 @@ def report(
     It opens offline, needs no script and asks for nothing from a network.
     """
     from mainstem.errors import MainstemError
-    from mainstem.report.figures import make_report
-    from mainstem.report.html import read_audit, write_html
+    from mainstem.report import make_report, read_audit, write_html
 
     if len(audits) > 2:
         raise MainstemError(f"{len(audits)} audits were given; a report shows one, or two side by side.")

@@ -71,15 +71,24 @@ def to_html(report: Report) -> str:
     return template.render(report=report, drawn=drawn, style=style, provenance=provenance)
 
 
+def check_page(path: Path) -> None:
+    """Make sure, before the work, that no folder is where `write_html` will put the page.
+
+    Raises:
+        MainstemError: there is one.
+    """
+    if path.is_dir():
+        raise MainstemError(f"{path} is a folder where a file would go; choose another --out.")
+
+
 def write_html(report: Report, path: Path) -> Path:
     """Write the page beside its place first and move it there, so a reader sees the old or the new.
 
     Raises:
         MainstemError: the place cannot be written.
     """
+    check_page(path)
     text = to_html(report)
-    if path.is_dir():
-        raise MainstemError(f"{path} is a folder where a file would go; choose another --out.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as work:
