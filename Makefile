@@ -128,6 +128,12 @@ audits: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder $(VENV)/.audits  ## docs/
 connections-table: $(VENV)/.dev  ## docs/connections.md: every scheme, its start, its costs, its gradients
 	@$(RUN) benchmarks.connections_table
 
+convert-table: $(VENV)/.dev  ## docs/convert.md's table: which schemes keep a pretrained function
+	@$(RUN) benchmarks.convert_table
+
+convert-smollm2: $(VENV)/.dev $(VENV)/.weights  ## docs/convert-smollm2.md: SmolLM2 in five connections, trained on (an hour)
+	@OMP_NUM_THREADS=1 $(RUN) benchmarks.convert --out out/convert-smollm2.jsonl --page docs/convert-smollm2.md
+
 connections-cost: $(VENV)/.oracle  ## docs/connections-cost.md: time and kept memory of every scheme, beside other packages
 	@$(RUN) benchmarks.connections_cost --out out/connections-cost.jsonl --page docs/connections-cost.md
 

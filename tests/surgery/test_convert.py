@@ -31,7 +31,10 @@ from mainstem.surgery import (
 from mainstem.tower.pretrained import tower_from_transformers
 
 PRE_NORM = ["llama", "mistral_sliding", "qwen2", "qwen3", "gpt2"]
-EXACT = [name for name in scheme_names() if make_scheme(name).no_exact_start is None]
+# Depth-scaled branches have no start of their own; the matrices that write are divided instead.
+EXACT = [
+    name for name in scheme_names() if make_scheme(name).no_exact_start is None or name == "depth_scaled"
+]
 REFUSED = [name for name in scheme_names() if name not in EXACT]
 
 # fp64 rounds at 1.1e-16; measured at most 1.1e-14 of the largest logit.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mainstem.connections import SCHEMES, make_scheme
+from mainstem.connections import SCHEMES, DepthScaledConnection, make_scheme
 from mainstem.errors import ConfigError, MainstemError
 from mainstem.sources import load_model, load_text, make_windows, quiet_transformers, require, versions
 from mainstem.surgery._folder import check_out, new_folder
@@ -109,7 +109,7 @@ def convert_tower(
 
     A norm's weight and bias are multiplied by the gain that the new scheme starts it at, which is 1 but in
     LayerNorm Scaling (``sqrt(b)``, which it divides out again) and in gated streams, whose norms stand
-    inside their gates.
+    inside their gates. Matrices that make updates are divided by a depth-scaled connection's constant.
 
     Args:
         source: any tower; not changed, and no tensor is shared with it.
@@ -138,6 +138,7 @@ def convert_tower(
         if found is not None:
             loaded[name] = _carried(name, old[found], start, started, config.norm.unit_offset)
     tower.load_state_dict({**started, **loaded})
+    _divide_writes(tower)
     tower.tie_weights()
     used = {_taken_from(name, old) for name in loaded}
     changes = {
@@ -169,6 +170,20 @@ def _carried(
         return value
     gain = started[f"{owner}.weight"] if kind == "bias" else start
     return value.to(start.dtype) * gain
+
+
+def _divide_writes(tower: Tower) -> None:
+    """Divide what makes each update by the constant that a depth-scaled connection multiplies it by.
+
+    That is the value the scheme itself names as the way to keep a function (CompleteP, arXiv 2505.01618).
+    """
+    for _, connection, branches in tower.sublayers():
+        if not isinstance(connection, DepthScaledConnection):
+            continue
+        for branch in branches.values():
+            last = getattr(branch, "out_proj" if hasattr(branch, "out_proj") else "down_proj")
+            for parameter in last.parameters():
+                parameter.div_(connection.write_scale.to(parameter.dtype))
 
 
 def convert(config: ConvertConfig) -> Conversion:
