@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures audits connections-table connections-cost stream-dtype claims bench bench-corpus bench-monitor hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures prune-architectures audits connections-table connections-cost stream-dtype claims bench bench-corpus bench-monitor hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,9 @@ identity-table: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder  ## docs/identity
 
 architectures: $(VENV)/.dev  ## docs/architectures.md: every language model class of transformers, tried small
 	@$(RUN) benchmarks.architectures
+
+prune-architectures: $(VENV)/.dev  ## docs/prune-architectures.md: every language model class of transformers, cut, saved and read back
+	@$(RUN) benchmarks.prune_architectures
 
 audits: $(VENV)/.dev $(VENV)/.weights $(VENV)/.encoder $(VENV)/.audits  ## docs/audits.md: all eight questions to real models, a line each (half an hour)
 	@$(RUN) benchmarks.full_audits

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from mainstem.errors import MainstemError
 from mainstem.observe import KeepStream, StreamMap, find_stream, ledger, record
 
 ROOT = Path(__file__).parents[1]
+R = TypeVar("R")
 VOCAB, WIDTH, BLOCKS = 100, 64, 4
 MOST_PARAMETERS = 20_000_000
 SECONDS = 60
@@ -307,7 +308,7 @@ def brief(error: Exception, *, whole: bool = False) -> str:
     return text if len(text) <= 320 else text[:317] + "..."
 
 
-def tried(work: Callable[[], Row], name: str, kind: str) -> Row:
+def tried(work: Callable[[], R], wrong: Callable[[str], R]) -> R:
     """Do the work in a process of its own; an error that was not foreseen is a row, too."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -319,9 +320,7 @@ def tried(work: Callable[[], Row], name: str, kind: str) -> Row:
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f" ({Path(last.filename).name}:{last.lineno})"
-            connection.send(
-                Row(name, kind, WRONG, brief(Exception(f"{type(error).__name__}: {error}{where}")))
-            )
+            connection.send(wrong(brief(Exception(f"{type(error).__name__}: {error}{where}"))))
 
     process = context.Process(target=child, args=(there,))
     process.start()
@@ -331,7 +330,7 @@ def tried(work: Callable[[], Row], name: str, kind: str) -> Row:
     except EOFError:
         row = None
     process.join()
-    return row or Row(name, kind, WRONG, f"its process ended with exit code {process.exitcode}")
+    return row or wrong(f"its process ended with exit code {process.exitcode}")
 
 
 # ---- all classes -------------------------------------------------------------------------------------------
@@ -466,7 +465,7 @@ def main() -> None:
     for name, kind, work in jobs():
         if arguments.only is not None and name not in arguments.only:
             continue
-        row = done.get(name) or tried(work, name, kind)
+        row = done.get(name) or tried(work, functools.partial(Row, name, kind, WRONG))
         rows.append(row)
         print(f"{row.outcome}: {row.line()}", flush=True)
         if arguments.keep is not None and name not in done:

@@ -69,6 +69,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "falcon": ("FalconConfig", base(num_hidden_layers=6), {}),
     "bloom": ("BloomConfig", BLOOM, {"n_layer": 4}),
     "granite": ("GraniteConfig", base(**DEEP, residual_multiplier=0.22), {}),
+    "bart_decoder": (
+        "BartConfig",
+        {"vocab_size": 100, "d_model": 64, "decoder_ffn_dim": 96, "decoder_layers": 6, "encoder_layers": 6}
+        | {"decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False},
+        {"decoder_layers": 4, "encoder_layers": 6},
+    ),
+    "gpt": ("OpenAIGPTConfig", GPT2, {"n_layer": 4}),
     "cohere": ("CohereConfig", base(**DEEP), {}),
 }  # fmt: skip
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from pruned_families import FAMILIES, GPT2, build
+from pruned_families import DEEP, FAMILIES, GPT2, WINDOWS, build
 from small_models import base, shake, tokens
 from torch import Tensor, nn
 
 from mainstem.errors import ConfigError
 from mainstem.surgery import Cut, cut
+from mainstem.surgery._config import cut_config
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -23,7 +24,7 @@ def logits(model: nn.Module) -> Tensor:
 def by_hand(model: Any, removed: tuple[int, ...], **settings: Any) -> Any:
     """A model of the shorter config, written out here, with the state dict's keys moved here."""
     config_class, given, _ = FAMILIES[settings.pop("family")]
-    names = {"num_hidden_layers", "n_layer", "num_layers"} & set(given)
+    names = {"num_hidden_layers", "n_layer", "num_layers", "decoder_layers"} & set(given)
     merged = {**given, **dict.fromkeys(names, 6 - len(removed)), **settings}
     if config_class == "GPTNeoConfig":
         merged.pop("attention_layers")
@@ -52,7 +53,7 @@ def test_a_cut_model_is_the_one_built_without_the_blocks(name: str) -> None:
     wanted = FAMILIES[name][2]
     said = short.config.to_dict()
     assert {key: said[key] for key in wanted} == wanted
-    assert short.config.num_hidden_layers == 4
+    assert 4 in {getattr(short.config, key, None) for key in ("num_hidden_layers", "decoder_layers")}
     assert type(short) is type(model)
     reference = by_hand(model, (1, 2), family=name, **wanted)
     assert torch.equal(logits(short), logits(reference))
@@ -65,6 +66,44 @@ def test_a_cut_model_is_the_one_built_without_the_blocks(name: str) -> None:
     assert model.config.to_dict() == settings
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
     assert torch.equal(logits(model), before)
+
+
+def test_the_text_model_of_a_model_that_sees_is_cut() -> None:
+    """Its configuration is nested, and its vision tower happens to be as deep."""
+    text = base(**DEEP, head_dim=16, sliding_window=4, layer_types=WINDOWS)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        boi_token_index=90,
+        eoi_token_index=91,
+        image_token_index=92,
+    )
+    model = shake(transformers.Gemma3ForConditionalGeneration(config))
+    short: Any = cut(model, Cut(blocks=(1, 2)))
+    assert short.config.text_config.num_hidden_layers == 4
+    assert short.config.text_config.layer_types == [WINDOWS[i] for i in (0, 3, 4, 5)]
+    assert len(short.model.vision_tower.encoder.layers) == 6
+    assert len(model.model.language_model.layers) == 6
+    blocks = model.model.language_model.layers
+    for place, block in enumerate((0, 3, 4, 5)):
+        kept = short.model.language_model.layers[place].state_dict()
+        assert all(torch.equal(kept[name], value) for name, value in blocks[block].state_dict().items())
+
+
+def test_a_table_by_block_numbers_is_renumbered() -> None:
+    config = transformers.LlamaConfig(**base(num_hidden_layers=6))
+    config.per_layer_table = {0: "a", 2: "b", 5: "c"}
+    config.layer_names_by_place = {"1": "x", "3": "y"}
+    config.some_layers_idx = [0, 1, 4]
+    config.seven_layer_numbers = list(range(7))
+    short = cut_config(config, (1, 2))
+    assert short.per_layer_table == {0: "a", 3: "c"}
+    assert short.layer_names_by_place == {"1": "y"}
+    assert short.some_layers_idx == [0, 2]
+    assert short.seven_layer_numbers == [0, 3, 4, 5, 6]
+    assert (short.num_hidden_layers, config.num_hidden_layers) == (4, 6)
 
 
 def test_weights_are_shared_and_tied_ones_stay_tied() -> None:

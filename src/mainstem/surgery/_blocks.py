@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ def block_list(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
         if not any(path.startswith(f"{outer}.") for outer, _ in found):
             found.append((path, module))
     name = type(model).__name__
+    found = _those_of_the_text(model, found)
     if not found:
         raise ConfigError(
             f"{name} has no list of its {depth} blocks: its blocks are shared over depth or kept otherwise, "
@@ -46,6 +48,17 @@ def block_list(model: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
     return path, blocks
 
 
+def _those_of_the_text(model: Any, found: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:
+    """Of several lists, keep those of the decoder, and of these those whose modules are blocks."""
+    if len(found) > 1 and hasattr(model, "get_decoder"):
+        inside = {id(module) for module in model.get_decoder().modules()}
+        found = [one for one in found if id(one[1]) in inside] or found
+    if len(found) > 1:
+        named = set(getattr(model, "_no_split_modules", None) or ())
+        found = [one for one in found if {type(block).__name__ for block in one[1]} <= named] or found
+    return found
+
+
 def probe_inputs(model: Any) -> dict[str, Any]:
     """Return a sequence of a few different tokens, on the model's device.
 
@@ -60,13 +73,39 @@ def probe_inputs(model: Any) -> dict[str, Any]:
     return {"input_ids": ids[None].to(device), "attention_mask": torch.ones_like(ids)[None].to(device)}
 
 
-def main_output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Return the model's logits, or its last states where it has no head; in eval mode, without gradients."""
+def _plain_call(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    return model(**inputs)
+
+
+def aligned_call(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """Call the model with its weights copied to memory that begins where kernels like it."""
+    copied = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return torch.func.functional_call(model, copied, (), inputs)
+
+
+def brief(error: BaseException) -> str:
+    """Return an error of somebody else's code in a line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def main_output(
+    model: Any, inputs: dict[str, Any], call: Callable[[Any, dict[str, Any]], Any] = _plain_call
+) -> Tensor:
+    """Return the model's logits, or its last states where it has no head; in eval mode, without gradients.
+
+    Raises:
+        ConfigError: the model does not run.
+    """
     training = model.training
     model.eval()
+    takes = inspect.signature(model.forward).parameters
+    if "use_cache" in takes or ("kwargs" in takes and model.can_generate()):
+        inputs = {**inputs, "use_cache": False}  # a hybrid's cache may want an attention that is not there
     try:
         with torch.no_grad():
-            output = model(**inputs)
+            output = call(model, inputs)
+    except Exception as error:  # a model's own code can fail with anything
+        raise ConfigError(f"{type(model).__name__} does not run on a few tokens: {brief(error)}") from error
     finally:
         model.train(training)
     logits = getattr(output, "logits", None)
@@ -83,8 +122,9 @@ def passed_by(blocks: nn.ModuleList, removed: Sequence[int]) -> Generator[None]:
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         state = entered.pop()
-        if isinstance(output, tuple):
-            return (state, *cast(tuple[Any, ...], output)[1:])
+        if isinstance(output, (tuple, list)):
+            entries = cast(Sequence[Any], output)
+            return type(output)((state, *entries[1:]))
         return state
 
     entered: list[Tensor] = []

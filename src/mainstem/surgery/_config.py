@@ -15,6 +15,7 @@ _INDEX_LISTS = re.compile(
     r"^dense_layers|^cross_attention_layers)$"
 )
 # "The first n blocks are ...": of these, those that are kept. "The last n" likewise.
+_DECODER = "decoder_layers"  # of a decoder without its encoder, whose num_hidden_layers means the encoder
 _FIRST = ("first_k_dense_replace", "max_window_layers", "num_dense_layers", "moe_layer_start_index")
 _LAST = ("num_kv_shared_layers",)
 # Lists that may be as long as the model is deep by chance.
@@ -32,7 +33,8 @@ def depth_of(config: Any) -> int:
             f"{type(config).__name__} describes an encoder and a decoder, which share no list of blocks; "
             "give a model that has one stack."
         )
-    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    text = config.get_text_config()
+    depth = getattr(text, _DECODER, None) or getattr(text, "num_hidden_layers", None)
     if not isinstance(depth, int):
         raise ConfigError(
             f"{type(config).__name__} states no num_hidden_layers; give a model whose configuration "
@@ -44,11 +46,12 @@ def depth_of(config: Any) -> int:
 def cut_config(config: Any, removed: Sequence[int]) -> Any:
     """Return a copy of the configuration without the blocks ``removed`` (0-based).
 
-    Cut are: the number of blocks under the configuration's own name; every list with an entry a block; the
-    lists of numbers of blocks (``mlp_only_layers``, ...), which are renumbered; the counts of first or last
-    blocks (``first_k_dense_replace``, ``max_window_layers``, ...); a period of mixture-of-experts blocks
-    (``decoder_sparse_step``) is written out as ``mlp_only_layers``, and ``attention_types`` block by block.
-    Other periods are not expressible; whether they matter is for the caller to prove.
+    Cut are: the number of blocks under the configuration's own name; every list with an entry a block; lists
+    and tables by the numbers of blocks (``mlp_only_layers``, ``per_layer_config``), which are renumbered; and
+    the counts of first or last blocks (``first_k_dense_replace``, ``max_window_layers``, ...). A period of
+    mixture-of-experts blocks (``decoder_sparse_step``) is written out as ``mlp_only_layers``, and
+    ``attention_types`` block by block. Other periods are not expressible; whether they matter is for the
+    caller to prove.
     """
     new = copy.deepcopy(config)
     text = new.get_text_config()
@@ -57,7 +60,7 @@ def cut_config(config: Any, removed: Sequence[int]) -> Any:
     kept = [block for block in range(depth) if block not in gone]
     number = {block: place for place, block in enumerate(kept)}
     changes = dict(_cut_fields(vars(text), kept, number, depth))
-    text.num_hidden_layers = len(kept)
+    setattr(text, _DECODER if hasattr(text, _DECODER) else "num_hidden_layers", len(kept))
     for name, value in changes.items():
         setattr(text, name, value)
     if hasattr(new, "quantization_config") and _is_dense_gguf(new.quantization_config):
@@ -73,6 +76,17 @@ def _cut_fields(
             entries = cast(Sequence[Any], value)
             if (shorter := _cut_list(name, entries, kept, number, depth)) is not None:
                 yield name, type(value)(shorter)
+        elif isinstance(value, dict) and "layer" in name:
+            settings = cast(dict[Any, Any], value)
+            if settings and all(str(key).isdigit() and int(key) < depth for key in settings):
+                yield (
+                    name,
+                    {
+                        type(key)(number[int(key)]): said
+                        for key, said in settings.items()
+                        if int(key) in number
+                    },
+                )
         elif isinstance(value, int) and not isinstance(value, bool):
             if name in _FIRST:
                 yield name, value - sum(block < value for block in range(depth) if block not in number)

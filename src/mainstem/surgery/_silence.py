@@ -92,7 +92,7 @@ def _is_identity(model: Any, blocks: nn.ModuleList, number: int, both: nn.Module
             return ((state, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": state})
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
-            after = cast(tuple[Any, ...], output)[0] if isinstance(output, tuple) else output
+            after = cast(Any, output)[0] if isinstance(output, (tuple, list)) else output
             seen.append((states.pop(), after.clone()))
 
         states: list[Tensor] = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mainstem.errors import MainstemError
 from mainstem.sources import quiet_transformers, require, versions
 
-from ._blocks import block_list, main_output, probe_inputs
+from ._blocks import aligned_call, block_list, brief, main_output, probe_inputs
 from ._config import depth_of
 from ._folder import check_out, new_folder
 from ._mergekit import mergekit_yaml
@@ -84,7 +84,7 @@ def save_pruned(
             given.save_pretrained(work)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise MainstemError(
-                f"transformers cannot save this {type(model).__name__}: {_first_line(error)}"
+                f"transformers cannot save this {type(model).__name__}: {brief(error)}"
             ) from error
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
@@ -173,14 +173,23 @@ def _check_saved(model: Any, folder: Path) -> dict[str, str]:
     for name, value in model.state_dict().items():
         if name not in theirs or theirs[name].dtype != value.dtype or not torch.equal(theirs[name], value):
             raise MainstemError(f"read back, the weights {name} are not those saved; nothing was saved.")
-    inputs = probe_inputs(model)
-    if not torch.equal(main_output(read, inputs), main_output(model, inputs)):
-        raise MainstemError("read back, the model computes something else on a few tokens; it was not saved.")
     return {
         "weights": "equal to the bit",
-        "output": "equal to the bit",
+        "output": _check_output(model, read),
         "generation": _check_generation(model, read),
     }
+
+
+def _check_output(model: Any, read: Any) -> str:
+    inputs = probe_inputs(model)
+    given, found = main_output(model, inputs), main_output(read, inputs)
+    if torch.equal(given, found):
+        return "equal to the bit"
+    # Some kernels round by where a weight lies: in a mapped file it begins anywhere.
+    if torch.equal(main_output(model, inputs, aligned_call), main_output(read, inputs, aligned_call)):
+        off = float((given.double() - found.double()).abs().max())
+        return f"equal to the bit with weights at the same alignment in memory; as they lie, {off:.1g} apart"
+    raise MainstemError("read back, the model computes something else on a few tokens; it was not saved.")
 
 
 def _check_generation(model: Any, read: Any) -> str:
@@ -191,8 +200,8 @@ def _check_generation(model: Any, read: Any) -> str:
     for name, which, cached in (("cached", read, True), ("uncached", read, False), ("given", model, True)):
         try:
             found[name] = _generated(which, cached=cached)
-        except (ValueError, RuntimeError, IndexError, AttributeError, TypeError, KeyError) as error:
-            failed[name] = _first_line(error)
+        except Exception as error:  # a model's own code can fail with anything
+            failed[name] = brief(error)
     if not found:
         return f"does not generate: {failed['cached']}"
     if failed:
@@ -237,7 +246,3 @@ def _gap(model: Any, one: Tensor, other: Tensor) -> tuple[float, float]:
     logits = main_output(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0, -1].double()
     gap = float((logits[one[0, place]] - logits[other[0, place]]).abs())
     return gap, 32 * torch.finfo(model.dtype).eps * float(logits.abs().max())
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
