@@ -18,7 +18,6 @@ from mainstem.audit._probes import Probes
 from mainstem.audit._provenance import speaks
 from mainstem.audit._ranks import Ranks
 from mainstem.audit._resume import Resume
-from mainstem.audit._stream import recorded, stream_of
 from mainstem.audit.config import AuditConfig
 from mainstem.errors import BooksError, MainstemError, StreamNotFoundError
 from mainstem.measure import (
@@ -33,7 +32,7 @@ from mainstem.measure import (
     state_from_bytes,
     state_to_bytes,
 )
-from mainstem.observe import Books, StreamMap, TowerMap
+from mainstem.observe import Books, StreamMap, TowerMap, recorded, stream_of
 from mainstem.sources import LoadedModel, WindowBatch, Windows, WindowStream
 
 Progress = Callable[[str, int, int], None]

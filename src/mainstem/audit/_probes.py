@@ -13,7 +13,7 @@ from torch.nn import functional
 from mainstem.audit._attribution import Attributed, attributed, tokens_of
 from mainstem.audit._placement import weight_of
 from mainstem.audit._provenance import speaks
-from mainstem.audit._stream import ledger_of, recorded
+from mainstem.audit._stream import ledger_of
 from mainstem.audit.config import AuditConfig
 from mainstem.connections import make_scheme
 from mainstem.errors import MainstemError
@@ -37,6 +37,7 @@ from mainstem.observe import (
     Recording,
     StreamMap,
     TowerMap,
+    recorded,
     streams_of,
     tower_streams,
 )

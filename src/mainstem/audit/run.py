@@ -15,11 +15,10 @@ from mainstem.audit._placement import device_of
 from mainstem.audit._provenance import provenance_of
 from mainstem.audit._ranks import Ranks, joined
 from mainstem.audit._resume import Resume
-from mainstem.audit._stream import stream_of
 from mainstem.audit._sweep import Skips
 from mainstem.audit.config import AuditConfig
 from mainstem.audit.result import AuditResult
-from mainstem.observe import StreamMap
+from mainstem.observe import StreamMap, stream_of
 from mainstem.sources import (
     LoadedModel,
     TextSource,

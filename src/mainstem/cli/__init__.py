@@ -22,6 +22,7 @@ except ImportError as missing:  # the core installs without them; the command sa
 from mainstem.cli._audit import audit
 from mainstem.cli._check import check
 from mainstem.cli._convert import convert
+from mainstem.cli._diff import diff
 from mainstem.cli._inspect import connections, inspect
 from mainstem.cli._report import report
 from mainstem.cli._terminal import INTERRUPTED, Interrupted, drop_stdout
@@ -63,6 +64,7 @@ app.command(epilog="Example:  mainstem connections")(connections)
 app.command(
     epilog="Example:  mainstem convert smollm2 --connection mhc --text README.md --out out/smollm2-mhc"
 )(convert)
+app.command(epilog="Example:  mainstem diff smollm2 out/smollm2-mhc --text README.md")(diff)
 app.command(epilog="Example:  mainstem check my_package.models:build --depths 2,8,24")(check)
 app.command(
     epilog="Example:  mainstem train --depth 96 --width 64 --connection mhc --max_steps 500 --out out/mhc96",

@@ -1,6 +1,7 @@
 """Finds the residual stream of any model from its data flow, and records it. Needs torch only."""
 
 from mainstem.observe.attribution import Attribution, attribute
+from mainstem.observe.either import recorded, stream_of
 from mainstem.observe.find import find_stream
 from mainstem.observe.keep import KeepStream
 from mainstem.observe.ledger import Ledger, ledger, ledger_and_tail
@@ -30,6 +31,8 @@ __all__ = [
     "ledger_and_tail",
     "record",
     "record_tower",
+    "recorded",
+    "stream_of",
     "streams_of",
     "tower_in",
     "tower_ledger",

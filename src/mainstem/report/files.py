@@ -8,7 +8,9 @@ import io
 import json
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mainstem.audit import AuditResult
 from mainstem.errors import MainstemError
@@ -16,13 +18,13 @@ from mainstem.errors import MainstemError
 FILES = ("audit.json", "audit.csv")
 
 
-def check_folder(folder: Path) -> None:
-    """Make sure, before the work, that `write_files` will have a place; nothing is made.
+def check_folder(folder: Path, names: Sequence[str] = FILES) -> None:
+    """Make sure, before the work, that files of these names will have a place; nothing is made.
 
     Raises:
         MainstemError: a file is in the way, or the place cannot be written.
     """
-    for name in FILES:
+    for name in names:
         if (folder / name).is_dir():
             raise MainstemError(f"{folder / name} is a folder where a file would go; choose another --out.")
     place = folder
@@ -35,9 +37,14 @@ def check_folder(folder: Path) -> None:
 
 
 def write_files(result: AuditResult, folder: Path) -> list[Path]:
-    """Write ``audit.json`` and ``audit.csv`` into ``folder``, making it if need be.
+    """Write ``audit.json`` and ``audit.csv``; see :func:`write_texts`."""
+    return write_texts(dict(zip(FILES, (to_json(result), to_csv(result)), strict=True)), folder)
 
-    Both are written beside their place first and moved there together, so a reader sees the old or the new.
+
+def write_texts(texts: Mapping[str, str], folder: Path) -> list[Path]:
+    """Write texts by file name into ``folder``, making it if need be.
+
+    All are written beside their place first and moved there together, so a reader sees the old or the new.
 
     Returns:
         The files' paths.
@@ -45,16 +52,15 @@ def write_files(result: AuditResult, folder: Path) -> list[Path]:
     Raises:
         MainstemError: the folder cannot be made or written.
     """
-    check_folder(folder)
+    check_folder(folder, list(texts))
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as work:
-            made = [Path(work) / name for name in FILES]
-            for path, text in zip(made, (to_json(result), to_csv(result)), strict=True):
-                path.write_text(text, encoding="utf-8")
-            for path in made:
-                os.replace(path, folder / path.name)
+            for name, text in texts.items():
+                (Path(work) / name).write_text(text, encoding="utf-8")
+            for name in texts:
+                os.replace(Path(work) / name, folder / name)
     except OSError as error:
         if is_new:
             with contextlib.suppress(OSError):
@@ -63,7 +69,7 @@ def write_files(result: AuditResult, folder: Path) -> list[Path]:
             f"The results could not be written to {folder}: {error.strerror or error}. Nothing was left half "
             "written; choose another folder with --out."
         ) from error
-    return [folder / name for name in FILES]
+    return [folder / name for name in texts]
 
 
 def to_json(result: AuditResult) -> str:
@@ -73,7 +79,12 @@ def to_json(result: AuditResult) -> str:
 
 def to_csv(result: AuditResult) -> str:
     """Return the figures by block, one row a block; nested figures have names with a dot."""
-    rows = [_flat(block) for block in result.to_dict()["blocks"]]
+    return rows_to_csv(result.to_dict()["blocks"])
+
+
+def rows_to_csv(blocks: Sequence[dict[str, Any]]) -> str:
+    """Return one row a dictionary, under all names that any has; nested figures have names with a dot."""
+    rows = [_flat(block) for block in blocks]
     names = list(dict.fromkeys(name for row in rows for name in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, names, restval="", lineterminator="\n")

@@ -4,6 +4,7 @@ from mainstem.surgery._folder import check_out, new_folder
 from mainstem.surgery.convert import Conversion, ConvertConfig, convert, convert_tower, save_conversion
 from mainstem.surgery.convert_proof import Distance, measure_distance
 from mainstem.surgery.cut import Cut, cut
+from mainstem.surgery.diff import Diff, DiffConfig, diff, diff_models
 from mainstem.surgery.judge import Cost, Judge
 from mainstem.surgery.planners import (
     PLANNERS,
@@ -27,6 +28,8 @@ __all__ = [
     "ConvertConfig",
     "Cost",
     "Cut",
+    "Diff",
+    "DiffConfig",
     "Distance",
     "Greedy",
     "Influence",
@@ -39,6 +42,8 @@ __all__ = [
     "convert",
     "convert_tower",
     "cut",
+    "diff",
+    "diff_models",
     "make_plan",
     "measure_distance",
     "new_folder",

@@ -55,7 +55,7 @@ def measure_distance(before: Any, after: Any, batches: Iterable[WindowBatch]) ->
         for a, b in zip(pair[0][real].split(256), pair[1][real].split(256), strict=True):
             # torch.maximum hands nan on, which Python's max may drop.
             largest = torch.maximum(largest, (a.double() - b.double()).abs().max().cpu())
-            kl += _kl_sum(a, b)
+            kl += kl_sum(a, b)
         scored = real[:, :-1] & real[:, 1:]
         targets = batch.input_ids[:, 1:][scored]
         for index, logits in enumerate(pair):
@@ -74,6 +74,7 @@ def measure_distance(before: Any, after: Any, batches: Iterable[WindowBatch]) ->
     )
 
 
-def _kl_sum(before: Tensor, after: Tensor) -> float:
+def kl_sum(before: Tensor, after: Tensor) -> float:
+    """Return the sum over tokens of ``KL(softmax(before) || softmax(after))``, fp64; ``[tokens, vocab]``."""
     log_p, log_q = before.double().log_softmax(-1), after.double().log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum())
