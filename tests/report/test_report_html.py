@@ -16,6 +16,7 @@ import pytest
 from mainstem.audit import AuditResult
 from mainstem.errors import MainstemError
 from mainstem.report import to_json
+from mainstem.report._axes import label
 from mainstem.report._colours import cividis
 from mainstem.report._png import png
 from mainstem.report._svg import draw
@@ -249,3 +250,46 @@ def test_it_is_written_whole(audit: dict[str, Any], tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
     with pytest.raises(MainstemError, match="is a folder"):
         write_html(make_report([audit]), tmp_path)
+
+
+def test_a_zero_is_not_joined_to_its_neighbours() -> None:
+    line = Series(name="a", role="stream", x=[0, 1, 2, 3, 4], y=[1.0, 2.0, 0.0, 2.0, 1.0])
+    for scale, runs in (("log", 2), ("linear", 1)):
+        axis = Axis(label="y", scale=scale)  # pyright: ignore[reportArgumentType]
+        svg = draw(Lines(title="t", x=Axis(label="x"), y=axis, series=[line]), "x")
+        found = re.search(r'class="line" d="([^"]*)"', svg)
+        assert found is not None
+        assert found.group(1).count("M") == runs
+
+
+def test_a_row_of_the_table_is_one_place(audit: dict[str, Any]) -> None:
+    """The state that a block leaves is in the block's row, in every column."""
+    table = next(f for f in make_report([audit]).figures if f.question == 5).table
+    assert table is not None
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert list(rows) == ["before", *range(len(audit["blocks"]))]
+    before, after = rows["before"], rows[0]
+    kl = next(name for name in table.columns if "How far" in name)
+    way = next(name for name in table.columns if "way up" in name)
+    assert (before[kl], after[kl]) == (None, audit["blocks"][0]["lens_kl"])
+    own = [p["logit"] for p in audit["attribution"]["parts"] if p["block"] == 0]
+    assert after[way] - before[way] == pytest.approx(sum(own), abs=1e-9)
+
+
+def test_the_page_says_what_is_missing(audit: dict[str, Any]) -> None:
+    assert "--sweep" in Page(to_html(make_report([audit]))).text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (0.001, "0.001"),
+        (1e-5, "10⁻⁵"),
+        (2.5e6, "2.5·10⁶"),
+        (2000, "2,000"),
+        (0.30000000000000004, "0.3"),
+    ],
+)
+def test_labels_of_an_axis(value: float, shown: str) -> None:
+    assert label(value) == shown

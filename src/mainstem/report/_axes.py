@@ -10,6 +10,7 @@ from typing import Literal
 from mainstem.report.figure import Axis, Number
 
 MOST_TICKS = 6
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _floors(low: float, high: float) -> list[float]:
 def _even(low: float, high: float) -> list[float]:
     rough = (high - low) / MOST_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [n * step for n in range(first, last + 1)]
 
@@ -87,10 +88,12 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def label(value: float) -> str:
-    """Return a figure as an axis has it: ``0``, ``0.001``, ``1e-05``, ``2,000``."""
+    """Return a figure as an axis has it: ``0``, ``0.001``, ``10⁻⁵``, ``2,000``."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
         return f"{round(value, 10):,g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:.0e}" if float(f"{value:.0e}") == value else f"{value:.1e}"
+    digits, _, power = f"{value:.1e}".partition("e")
+    times = "" if digits == "1.0" else f"{digits.removesuffix('.0')}·"
+    return f"{times}10{str(int(power)).translate(_RAISED)}"
 
 
 def shared_domain(axis: Axis, columns: Sequence[Sequence[Number]]) -> tuple[float, float] | None:

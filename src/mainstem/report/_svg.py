@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 
 from mainstem.errors import MainstemError
@@ -14,7 +15,7 @@ from mainstem.report._text import visible
 from mainstem.report.figure import Axis, Bars, Chart, Grid, Lines, Number, Series
 
 WIDTH, HEIGHT = 460, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 46, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 14, 46, 40
 _LANE = 15
 _DASH = {"dashed": "6 4", "dotted": "1.5 3.5"}
 
@@ -47,32 +48,31 @@ def _lines(chart: Lines) -> str:
     top, bottom = _TOP + _LANE * (lost > 0), HEIGHT - _BOTTOM - _LANE * (zeros > 0)
     x = Scale(*domain_of(chart.x, [v for s in chart.series for v in s.x]), _LEFT, WIDTH - _RIGHT)
     y = Scale(*domain_of(y_axis, all_y), bottom, top, y_axis.scale)
-    parts = [_frame(chart.x, x, y_axis, y, HEIGHT - _BOTTOM)]
+    parts = [_frame(chart.x, x, y_axis, y, HEIGHT - _BOTTOM), _rules(y_axis, x, y)]
     if zeros:
-        parts.append(_lane(HEIGHT - _BOTTOM - 4, "0", f"{zeros} at or below 0"))
+        parts.append(_lane(HEIGHT - _BOTTOM - 7, "0"))
+        parts.append(_text(WIDTH - _RIGHT, HEIGHT - 7, f"{zeros} at or below 0", anchor="end", css="small"))
     if lost:
-        parts.append(_lane(_TOP + 7, "inf, NaN", f"{lost} not finite"))
+        parts.append(_lane(_TOP + 4, "inf, NaN"))
+        parts.append(_text(WIDTH - _RIGHT, 34.5, f"{lost} not finite", anchor="end", css="small"))
 
     def place(value: float) -> float:
         if not math.isfinite(value):
             return _TOP + 4
         return HEIGHT - _BOTTOM - 7 if is_log and value <= 0 else y.at(value)
 
-    for says, level in chart.references:
-        parts.append(
-            f'<path class="ref" d="M{_LEFT} {y.at(level):.1f}H{WIDTH - _RIGHT}"/>'
-            + _text(WIDTH - _RIGHT - 2, y.at(level) - 4, says, anchor="end", css="small")
-        )
-    parts += [_series(series, x, y, place) for series in chart.series]
-    return _svg(chart.title, HEIGHT, [*parts, _legend(chart.series)])
+    parts += [f'<path class="ref" d="M{_LEFT} {y.at(v):.1f}H{WIDTH - _RIGHT}"/>' for _, v in chart.references]
+    parts += [_series(series, x, y, place) for series in reversed(chart.series)]  # the first on top
+    return _svg(chart, HEIGHT, [*parts, _legend(chart)])
 
 
 def _series(series: Series, x: Scale, y: Scale, place: Callable[[float], float]) -> str:
     points = [(x.at(a), None if b is None else place(b), b) for a, b in zip(series.x, series.y, strict=True)]
     parts = [_band(series, x, y)] if series.low is not None and series.high is not None else []
+    # what lies in a lane is a mark of its own: a line from there would say that the figure is near
     on_line = [
-        (a, b if b is not None and y_value is not None and math.isfinite(y_value) else None)
-        for a, b, y_value in points
+        (a, b if v is not None and math.isfinite(v) and (v > 0 or y.kind == "linear") else None)
+        for a, b, v in points
     ]
     marks = [(a, b) for a, b, _ in points if b is not None]
     if series.mark != "dots":
@@ -81,7 +81,7 @@ def _series(series: Series, x: Scale, y: Scale, place: Callable[[float], float])
         shown = dict(on_line)
         marks = [(a, b) for a, b in marks if shown.get(a) is None or len(marks) == 1]
     if marks:
-        size = 2.6 if len(marks) <= 120 else 1.8
+        size = 2.6 if len(marks) <= 64 else 1.9
         parts.append(f'<path class="mark" d="{"".join(_mark(series.role, a, b, size) for a, b in marks)}"/>')
     return f'<g class="r-{series.role}">{"".join(parts)}</g>'
 
@@ -125,12 +125,10 @@ def _mark(role: str, a: float, b: float, size: float) -> str:
 
 
 def _frame(x_axis: Axis, x: Scale, y_axis: Axis, y: Scale, floor: float) -> str:
-    """Return axes, ticks, grid lines and labels; ``floor``: pixel of the x axis."""
+    """Return axes, ticks and labels; ``floor``: pixel of the x axis."""
     parts = [f'<path class="axis" d="M{x.start} {_TOP}V{floor}H{x.end}"/>']
     for value in ticks(y_axis, y):
-        at, says = y.at(value), _named(y_axis, value)
-        parts.append(f'<path class="rule" d="M{x.start} {at:.1f}H{x.end}"/>')
-        parts.append(_text(x.start - 6, at + 3.5, says, anchor="end"))
+        parts.append(_text(x.start - 6, y.at(value) + 3.5, _named(y_axis, value), anchor="end"))
     for value in ticks(x_axis, x):
         at = x.at(value)
         parts.append(f'<path class="axis" d="M{at:.1f} {floor}v4"/>')
@@ -139,12 +137,12 @@ def _frame(x_axis: Axis, x: Scale, y_axis: Axis, y: Scale, floor: float) -> str:
         minor = "".join(f"M{x.at(v):.1f} {floor}v2" for v in range(math.ceil(x.low), int(x.high) + 1))
         parts.append(f'<path class="axis" d="{minor}"/>')
     parts.append(_text((x.start + x.end) / 2, floor + 33, x_axis.label, anchor="middle"))
-    middle = (_TOP + floor) / 2
-    parts.append(
-        f'<text class="t" transform="translate(11 {middle:.0f}) rotate(-90)" text-anchor="middle">'
-        f"{escape(visible(y_axis.label))}</text>"
-    )
+    parts.append(_upright(11, (_TOP + floor) / 2, y_axis.label))
     return "".join(parts)
+
+
+def _rules(axis: Axis, x: Scale, y: Scale) -> str:
+    return "".join(f'<path class="rule" d="M{x.start} {y.at(v):.1f}H{x.end}"/>' for v in ticks(axis, y))
 
 
 def _named(axis: Axis, value: float) -> str:
@@ -153,27 +151,34 @@ def _named(axis: Axis, value: float) -> str:
     return label(value)
 
 
-def _lane(at: float, name: str, says: str) -> str:
-    return (
-        _text(_LEFT - 6, at, name, anchor="end", css="small")
-        + _text(WIDTH - _RIGHT - 2, at, says, anchor="end", css="small")
-        + f'<path class="lane" d="M{_LEFT} {at - 3.5:.1f}H{WIDTH - _RIGHT}"/>'
-    )
+def _lane(at: float, name: str) -> str:
+    line = f'<path class="lane" d="M{_LEFT} {at:.1f}H{WIDTH - _RIGHT}"/>'
+    return line + _text(_LEFT - 6, at + 3.5, name, anchor="end", css="small")
 
 
-def _legend(series: Sequence[Series]) -> str:
-    if len(series) < 2 and not any(s.low for s in series):
+def _legend(chart: Lines) -> str:
+    """Say what is what; one series without a reference is what the title says."""
+    if len(chart.series) + len(chart.references) < 2 and not any(s.low for s in chart.series):
         return ""
+    signs: list[tuple[str, Callable[[float], str]]] = []
+    for one in chart.series:
+        signs.append((one.name, partial(_sign, one)))
+    for says, _ in chart.references:
+        signs.append((says, lambda at: f'<path class="ref" d="M{at:.1f} 31h16"/>'))
     parts: list[str] = []
     at = float(_LEFT)
-    for one in series:
-        sign = f'<path class="mark" d="{_mark(one.role, at + 8, 31, 3)}"/>'
-        if one.mark != "dots":
-            dash = f' stroke-dasharray="{_DASH[one.mark]}"' if one.mark in _DASH else ""
-            sign = f'<path class="line" d="M{at} 31h16"{dash}/>'
-        parts.append(f'<g class="r-{one.role}">{sign}</g>' + _text(at + 20, 34.5, one.name))
-        at += 32 + 5.6 * len(one.name)
+    for name, sign in signs:
+        parts.append(sign(at) + _text(at + 20, 34.5, name))
+        at += 32 + 5.6 * len(name)
     return "".join(parts)
+
+
+def _sign(series: Series, at: float) -> str:
+    sign = f'<path class="mark" d="{_mark(series.role, at + 8, 31, 3)}"/>'
+    if series.mark != "dots":
+        dash = f' stroke-dasharray="{_DASH[series.mark]}"' if series.mark in _DASH else ""
+        sign = f'<path class="line" d="M{at:.1f} 31h16"{dash}/>'
+    return f'<g class="r-{series.role}">{sign}</g>'
 
 
 def _grid(chart: Grid, name: str) -> str:
@@ -211,8 +216,7 @@ def _grid(chart: Grid, name: str) -> str:
             _text(at + 19, levels.at(v) + 3.5, label(v))
             for v in ticks(Axis(label="", scale=chart.colour.scale), levels)
         ),
-        f'<text class="t" transform="translate({WIDTH - 12} {_TOP + side / 2:.0f}) rotate(-90)" '
-        f'text-anchor="middle">{escape(visible(chart.colour.label))}</text>',
+        _upright(WIDTH - 12, _TOP + side / 2, chart.colour.label),
         _text(
             _LEFT,
             34.5,
@@ -220,7 +224,7 @@ def _grid(chart: Grid, name: str) -> str:
             css="small",
         ),
     ]
-    return _svg(chart.title, height, parts)
+    return _svg(chart, height, parts)
 
 
 def _image(url: str, x: float, y: float, width: float, height: float) -> str:
@@ -240,7 +244,7 @@ def _bars(chart: Bars) -> str:
     parts = [f'<path class="axis" d="M{zero:.1f} {_TOP}V{floor}"/>']
     for number, (name, value, role) in enumerate(zip(chart.labels, chart.values, chart.roles, strict=True)):
         top = _TOP + step * number
-        parts.append(_text(left - 8, top + 12, name, anchor="end"))
+        parts.append(_text(left - 8, top + 12, _short(name, 22), anchor="end"))
         if value is None or not math.isfinite(value):
             parts.append(_text(zero + 4, top + 12, "not finite", css="small"))
             continue
@@ -253,7 +257,7 @@ def _bars(chart: Bars) -> str:
     parts.append(_text((x.start + x.end) / 2, floor + 18, chart.x.label, anchor="middle"))
     if chart.total is not None:
         parts.append(_text(left, 34.5, f"together {chart.total:+.4g}", css="small"))
-    return _svg(chart.title, height, parts)
+    return _svg(chart, height, parts)
 
 
 def _text(x: float, y: float, says: str, *, anchor: str = "start", css: str = "") -> str:
@@ -261,9 +265,26 @@ def _text(x: float, y: float, says: str, *, anchor: str = "start", css: str = ""
     return f'<text class="t {css}" x="{x:.1f}" y="{y:.1f}"{where}>{escape(visible(says))}</text>'
 
 
-def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    says = escape(visible(title))
+def _upright(x: float, y: float, says: str) -> str:
+    """Return text that reads upwards, its middle at a place."""
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{says}">'
-        f'<text class="t title" x="{_LEFT}" y="15">{says}</text>{"".join(parts)}</svg>'
+        f'<text class="t" transform="translate({x} {y:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(_short(says, 42))}</text>"
     )
+
+
+def _short(text: str, most: int) -> str:
+    text = visible(text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _svg(chart: Lines | Grid | Bars, height: float, parts: Sequence[str]) -> str:
+    """Return the whole picture; whose it is stands above its title."""
+    title = _text(_LEFT, 15, _short(chart.title, 54), css="title")
+    inner, extra = title + "".join(parts), 0
+    if chart.subject:
+        extra = 17
+        subject = _text(_LEFT, 13, _short(chart.subject, 62), css="subject")
+        inner = f'{subject}<g transform="translate(0 {extra})">{inner}</g>'
+    says = escape(visible(f"{chart.subject}: {chart.title}" if chart.subject else chart.title))
+    return f'<svg viewBox="0 0 {WIDTH} {height + extra:.0f}" role="img" aria-label="{says}">{inner}</svg>'

@@ -68,6 +68,7 @@ class Lines:
     Attributes:
         title: of this panel.
         references: levels to draw across, ``(label, y)``.
+        subject: name of the model, where two are beside each other.
     """
 
     title: str
@@ -75,6 +76,7 @@ class Lines:
     y: Axis
     series: Sequence[Series]
     references: Sequence[tuple[str, float]] = ()
+    subject: str = ""
     form: Literal["lines"] = "lines"
 
 
@@ -99,6 +101,7 @@ class Grid:
     right: Lines | None = None
     bottom: Lines | None = None
     cells: Sequence[Sequence[str]] | None = None
+    subject: str = ""
     form: Literal["grid"] = "grid"
 
 
@@ -117,6 +120,7 @@ class Bars:
     values: Sequence[Number]
     roles: Sequence[Role]
     total: float | None = None
+    subject: str = ""
     form: Literal["bars"] = "bars"
 
 
@@ -165,6 +169,7 @@ class TowerPicture:
     end: Number = None
     collar: Literal["read", "shaft"] = "read"
     streams: int = 1
+    subject: str = ""
     form: Literal["tower"] = "tower"
 
 
@@ -186,7 +191,8 @@ class Figure:
     Attributes:
         id: stays the same between versions, for links.
         question: its number in the audit, 0 for the opening picture and what belongs to none.
-        title: the question in words; ``finding``: the answer in a sentence made from the data.
+        title: the question in words; ``finding``: the answer in a sentence made from the data, a line a
+            subject where there are two.
         charts: beside each other on a wide page.
         table: the figures.
         honesty: model, weights, tokens, dtype, date and the additivity error.
@@ -213,12 +219,14 @@ class Report:
         title: of the page; ``subjects``: names of the models compared, one or two.
         figures: in reading order.
         provenance: what is needed to repeat it, by subject.
+        notes: questions without an answer and figures that are missing, and why.
     """
 
     title: str
     subjects: Sequence[str]
     figures: Sequence[Figure]
     provenance: Mapping[str, Mapping[str, Any]]
+    notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; a number that is not finite becomes its name."""

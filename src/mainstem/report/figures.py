@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from mainstem.audit import QUESTIONS
 from mainstem.report._axes import shared_domain
 from mainstem.report.figure import (
     Axis,
@@ -36,7 +37,7 @@ _BLOCK = Axis(label="block", floors=True)
 _STATE = Axis(label="state (0 is before block 0)", floors=True)
 _LARGEST_PARTS = 12
 _OTHERS: Role = "reference"
-_IDS = ("books", "growth", "writes", "identity", "answer", "damage", "removal", "signals")
+_IDS = {number: name for name, number in QUESTIONS.items()}
 
 
 def make_report(audits: Sequence[Audit], names: Sequence[str] | None = None) -> Report:
@@ -57,7 +58,22 @@ def make_report(audits: Sequence[Audit], names: Sequence[str] | None = None) -> 
             name: {k: v for k, v in audit["provenance"].items() if k != "stream"}
             for name, audit in zip(subjects, audits, strict=True)
         },
+        notes=_notes(audits, subjects, numbers),
     )
+
+
+def _notes(audits: Sequence[Audit], subjects: Sequence[str], answered: Collection[int]) -> list[str]:
+    """Say which questions have no answer, and which figures are missing and why."""
+    notes = [
+        f"Question {number} ({name}) has no answer here"
+        + ("; `mainstem audit --sweep` gives it." if name == "damage" else ".")
+        for name, number in QUESTIONS.items()
+        if number not in answered
+    ]
+    for audit, name in zip(audits, subjects, strict=True):
+        about = f"{name}: " if len(audits) > 1 else ""
+        notes += [f"{about}{note}." for note in audit["provenance"]["notes"]]
+    return notes
 
 
 def _names(audits: Sequence[Audit]) -> list[str]:
@@ -72,22 +88,24 @@ def _names(audits: Sequence[Audit]) -> list[str]:
 def _figure(number: int, question: str, audits: Sequence[Audit], subjects: Sequence[str]) -> Figure:
     said = [_finding(audit, number) for audit in audits]
     finding = (
-        said[0] if len(said) == 1 else " ".join(f"{n}: {s}" for n, s in zip(subjects, said, strict=True))
+        said[0] if len(said) == 1 else "\n".join(f"{n}: {s}" for n, s in zip(subjects, said, strict=True))
     )
     refused = _refused(audits, subjects)
     panels = [_PANELS[number](audit) for audit in audits]
     charts: list[Chart] = []
-    for row in range(max(map(len, panels))):
-        beside = [(name, own[row]) for name, own in zip(subjects, panels, strict=True) if row < len(own)]
-        charts += _alike([_titled(chart, name, len(audits)) for name, chart in beside])
+    for title in dict.fromkeys(chart.title for own in panels for chart in own):
+        same = [
+            (name, c) for name, own in zip(subjects, panels, strict=True) for c in own if c.title == title
+        ]
+        charts += _alike([dataclasses.replace(c, subject=name) if len(audits) > 1 else c for name, c in same])
     return Figure(
-        id=_IDS[number - 1],
+        id=_IDS[number],
         question=number,
         title=question,
         finding=finding,
         charts=[] if refused else charts,
         table=_table(charts),
-        honesty=" ".join(_honesty(a, n, len(audits)) for a, n in zip(audits, subjects, strict=True)),
+        honesty="\n".join(_honesty(a, n, len(audits)) for a, n in zip(audits, subjects, strict=True)),
         refused=refused,
         note=_NOTES.get(number, ""),
     )
@@ -102,7 +120,9 @@ def _refused(audits: Sequence[Audit], subjects: Sequence[str]) -> str | None:
     for audit, name in zip(audits, subjects, strict=True):
         books = audit["books"]
         worst = [books["additivity"], books["continuity"]]
-        if any(error is None or error > books["tolerance"] for error in worst):
+        # an audit goes on over a stream that is not finite, and says so; only then may an error be missing
+        is_lost = audit["first_nonfinite"] is not None
+        if any(not is_lost if error is None else error > books["tolerance"] for error in worst):
             shown = " and ".join("not finite" if e is None else f"{e:.1e}" for e in worst)
             return (
                 f"No chart: the books of {name} do not balance (additivity and continuity {shown}, allowed "
@@ -119,17 +139,14 @@ def _honesty(audit: Audit, name: str, number: int) -> str:
     )
     weights = str(model.get("weights_sha256") or "not hashed")[:16]
     error = "not finite" if books["additivity"] is None else f"{books['additivity']:.1e}"
+    seed = f"seed {about['seed']}, " if about["seed"] is not None else ""
     says = (
         f"{model['requested']}, weights sha256 {weights}, {text['num_tokens']:,} tokens of "
-        f"{text['text'].get('name') or text['text'].get('kind')}, {model['dtype']}, seed {about['seed']}, "
+        f"{text['text'].get('name') or text['text'].get('kind')}, {model['dtype']}, {seed}"
         f"mainstem {about['mainstem']}, {versions}, {about['created'][:10]}, additivity error {error} "
         f"(allowed {books['tolerance']:.0e})."
     )
-    return says if number == 1 else f"{name}: {says}"
-
-
-def _titled(chart: Chart, name: str, number: int) -> Chart:
-    return chart if number == 1 else dataclasses.replace(chart, title=f"{name}: {chart.title}")
+    return says if number == 1 or name == model["requested"] else f"{name}: {says}"
 
 
 def _alike(charts: Sequence[Chart]) -> list[Chart]:
@@ -151,14 +168,22 @@ def _alike(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def _table(charts: Sequence[Chart]) -> Table | None:
-    """Return what the lines and bars were drawn from, one row a place on the x axis."""
+    """Return what the lines were drawn from, a row a block, or without lines the bars.
+
+    A state is the row of the block that it is left by, the first one that of the embedding.
+    """
     bars = [c for c in charts if isinstance(c, Bars)]
     lines = [c for c in charts if isinstance(c, Lines)]
     if lines:
-        columns = {f"{c.title}: {s.name}": dict(zip(s.x, s.y, strict=True)) for c in lines for s in c.series}
+        columns: dict[str, dict[int, Number]] = {}
+        for c in lines:
+            before = 1 if c.x.label == _STATE.label else 0
+            for s in c.series:
+                head = ": ".join(filter(None, (c.subject, c.title, s.name)))
+                columns[head] = {int(x) - before: y for x, y in zip(s.x, s.y, strict=True)}
         places = sorted({x for column in columns.values() for x in column})
-        rows = [[int(p), *(column.get(p) for column in columns.values())] for p in places]
-        return Table(columns=["block or state", *columns], rows=rows)
+        rows = [["before" if p < 0 else p, *(column.get(p) for column in columns.values())] for p in places]
+        return Table(columns=["block", *columns], rows=rows)
     if bars:
         return Table(
             columns=["part", "value"],
@@ -193,15 +218,20 @@ def _share(label: str) -> Axis:
 
 
 def _books(audit: Audit) -> list[Chart]:
-    series: list[Series] = []
-    for kind, name, role in _KINDS:
-        shares: list[Number] = [b["absorbed_bfloat16"].get(kind, {}).get("rest") for b in audit["blocks"]]
-        if any(v is not None for v in shares):
-            series.append(_line(name, role, shares, mark="dots"))
-    if not series:
-        return []
-    title = "What a bfloat16 stream would swallow"
-    return [Lines(title=title, x=_BLOCK, y=_share("share of a write's entries"), series=series)]
+    charts: list[Chart] = []
+    for tokens, title in (
+        ("rest", "Swallowed by a bfloat16 stream"),
+        ("first", "The same at the first tokens"),
+    ):
+        series: list[Series] = []
+        for kind, name, role in _KINDS:
+            shares: list[Number] = [b["absorbed_bfloat16"].get(kind, {}).get(tokens) for b in audit["blocks"]]
+            if any(v is not None for v in shares):
+                series.append(_line(name, role, shares, mark="dots"))
+        if series:
+            y = Axis(label="share of a write's entries")
+            charts.append(Lines(title=title, x=_BLOCK, y=y, series=series))
+    return charts
 
 
 def _growth(audit: Audit) -> list[Chart]:
@@ -246,7 +276,7 @@ def _writes(audit: Audit) -> list[Chart]:
                 x=_BLOCK,
                 y=Axis(label="cosine of write and stream", domain=(-1.0, 1.0)),
                 series=[_line("block", "stream", cosines, mark="dots")],
-                references=[("above: adds, below: erases", 0.0)],
+                references=[("0: a new direction", 0.0)],
             )
         )
     return charts
@@ -263,7 +293,7 @@ def _identity(audit: Audit) -> list[Chart]:
             x=_STATE,
             y=_share("share of tokens"),
             series=[_line("tokens", "stream", shares)],
-            references=[("always naming the commonest token", found["majority"])],
+            references=[("always the commonest token", found["majority"])],
         )
     ]
     if audit["probe"] is not None:
@@ -305,15 +335,25 @@ def _attribution(found: Mapping[str, Any], depth: int) -> list[Chart]:
     kept = sorted(range(len(parts)), key=lambda i: -abs(parts[i]["logit"] or 0.0))[:_LARGEST_PARTS]
     rest = [part["logit"] for i, part in enumerate(parts) if i not in kept]
     shown = [parts[i] for i in sorted(kept)]
-    what = repr(found["token"]) + (f" over {found['against']!r}" if found["against"] is not None else "")
+    what = (
+        "the logit of "
+        + repr(found["token"])
+        + (f" over {found['against']!r}" if found["against"] is not None else "")
+    )
     roles: list[Role] = [_role(part["label"]) for part in shown]
     labels, values = [part["label"] for part in shown], [part["logit"] for part in shown]
     if rest:
         labels.append(f"{len(rest)} others")
         roles.append(_OTHERS)
         values.append(None if None in rest else math.fsum(rest))
-    title, x = f"Who says {what}", Axis(label="part of the logit")
-    bars = Bars(title=title, x=x, labels=labels, values=values, roles=roles, total=found["before"])
+    bars = Bars(
+        title="Who says it",
+        x=Axis(label=f"part of {what}"),
+        labels=labels,
+        values=values,
+        roles=roles,
+        total=found["before"],
+    )
     if found["before"] is None or any(part["logit"] is None for part in parts):
         return [bars]
     by_block = [[p["logit"] for p in parts if p["block"] == block] for block in range(depth)]
@@ -321,10 +361,10 @@ def _attribution(found: Mapping[str, Any], depth: int) -> list[Chart]:
     running = [start]
     for own in by_block:
         running.append(running[-1] + math.fsum(own))
-    y = Axis(label="logit so far")
+    y = Axis(label=f"{what}, so far")
     references = [("the model's own", found["before"])]
     line = [_line("embedding, biases and all blocks below", "stream", running)]
-    return [Lines(title=f"The way up to {what}", x=_STATE, y=y, series=line, references=references), bars]
+    return [Lines(title="The way up of one logit", x=_STATE, y=y, series=line, references=references), bars]
 
 
 def _role(label: str) -> Role:

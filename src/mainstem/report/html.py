@@ -6,6 +6,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mainstem.audit import SCHEMA
 from mainstem.errors import MainstemError
 from mainstem.report._svg import draw
 from mainstem.report._text import visible
-from mainstem.report.figure import Report, plain
+from mainstem.report.figure import Figure, Report, plain
 
 _NEEDED = ("provenance", "books", "blocks", "findings", "angular_distance", "first_nonfinite")
 
@@ -59,10 +60,7 @@ def to_html(report: Report) -> str:
     )
     environment.filters["cell"] = _cell
     template = environment.from_string((here / "page.html.jinja").read_text(encoding="utf-8"))
-    drawn = {
-        figure.id: [Markup(draw(chart, f"{figure.id}-{i}")) for i, chart in enumerate(figure.charts)]
-        for figure in report.figures
-    }
+    drawn = {figure.id: _drawn(figure, report.subjects) for figure in report.figures}
     style = Markup((here / "page.css").read_text(encoding="utf-8"))
     provenance = {
         name: json.dumps(plain(about), indent=1, ensure_ascii=False)
@@ -101,6 +99,16 @@ def write_html(report: Report, path: Path) -> Path:
             "place with --out."
         ) from error
     return path
+
+
+def _drawn(figure: Figure, subjects: Sequence[str]) -> list[tuple[Markup, int]]:
+    """Return each chart and the column that it stands in; 0 where all are of one model."""
+    own = {chart.subject for chart in figure.charts}
+    columns = {name: number for number, name in enumerate(subjects, 1)} if len(own) > 1 else {}
+    return [
+        (Markup(draw(chart, f"{figure.id}-{i}")), columns.get(chart.subject, 0))
+        for i, chart in enumerate(figure.charts)
+    ]
 
 
 def _shown(value: Any) -> Any:
