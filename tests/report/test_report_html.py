@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import re
 import struct
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mainstem.audit import AuditResult
+from mainstem.audit import AuditResult, run_audit
 from mainstem.errors import MainstemError
 from mainstem.report import to_json
 from mainstem.report._axes import label
@@ -242,6 +243,49 @@ def test_another_file_is_one_sentence(content: bytes | None, says: str, tmp_path
         path.write_bytes(content)
     with pytest.raises(MainstemError, match=re.escape(says)):
         read_audit(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("blocks",), 3),
+        (("blocks", 1, "lens_kl"), "much"),
+        (("blocks", 0, "resid_norm_median"), [1.0]),
+        (("provenance",), {}),
+        (("books", "tolerance"), None),
+        (("findings", 0, "number"), 99),
+        (("angular_distance", "distances"), [[0.1], None]),
+        (("attribution", "parts", 0), {}),
+        (("spectra", 0, "whole"), "all"),
+    ],
+)
+def test_a_damaged_audit_is_one_sentence(
+    path: tuple[str | int, ...], value: object, audit: dict[str, Any]
+) -> None:
+    at: Any = audit
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(MainstemError, match="not as its schema says"):
+        to_html(make_report([audit]))
+
+
+@pytest.mark.parametrize("name", ["one_block", "four_streams", "no_residual", "bert", "encoder", "mamba"])
+def test_other_kinds_of_models(name: str, tmp_path: Path) -> None:
+    """A page has a section a question that was answered, and in it every figure that was measured."""
+    tiny = importlib.import_module("tiny_models")
+    result = run_audit(tiny.config(tiny.make(name, tmp_path), sweep=True))
+    report = make_report([json.loads(to_json(result))])
+    assert [f.question for f in report.figures] == [f.number for f in result.findings]
+    page = Page(to_html(report))
+    assert page.tags.count("section") == len(result.findings)
+    assert page.tags.count("svg") == sum(len(f.charts) for f in report.figures)
+    grid = next(c for f in report.figures for c in f.charts if isinstance(c, Grid) and "Damage" in c.title)
+    assert result.damage is not None
+    for block in result.damage.blocks:
+        row = list(grid.values[block.block])
+        assert row[block.block :] == pytest.approx(list(block.change), nan_ok=True)
+        assert row[: block.block] == [None] * block.block
 
 
 def test_it_is_written_whole(audit: dict[str, Any], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mainstem.audit import QUESTIONS
+from mainstem.errors import MainstemError
 from mainstem.report._axes import shared_domain
 from mainstem.report.figure import (
     Axis,
@@ -46,7 +47,20 @@ def make_report(audits: Sequence[Audit], names: Sequence[str] | None = None) -> 
     Args:
         audits: one or two, as `mainstem.report.read_audit` returns them.
         names: what to call them, None for the models' own names.
+
+    Raises:
+        MainstemError: a figure is missing or is no number where there should be one.
     """
+    try:
+        return _made(audits, names)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise MainstemError(
+            f"The audit is not as its schema says ({type(error).__name__}: {error}); make it again with "
+            "`mainstem audit`."
+        ) from error
+
+
+def _made(audits: Sequence[Audit], names: Sequence[str] | None) -> Report:
     subjects = list(names) if names is not None else _names(audits)
     numbers = {f["number"]: f["question"] for audit in audits for f in audit["findings"]}
     figures = [_figure(number, question, audits, subjects) for number, question in sorted(numbers.items())]
@@ -98,6 +112,8 @@ def _figure(number: int, question: str, audits: Sequence[Audit], subjects: Seque
             (name, c) for name, own in zip(subjects, panels, strict=True) for c in own if c.title == title
         ]
         charts += _alike([dataclasses.replace(c, subject=name) if len(audits) > 1 else c for name, c in same])
+    for chart in charts:
+        _check(chart)
     return Figure(
         id=_IDS[number],
         question=number,
@@ -165,6 +181,25 @@ def _alike(charts: Sequence[Chart]) -> list[Chart]:
         colour = dataclasses.replace(own, domain=shared_domain(own, [row for c in grids for row in c.values]))
         return [dataclasses.replace(c, colour=colour) for c in grids]
     return list(charts)
+
+
+def _check(chart: Chart) -> None:
+    """Refuse words where figures belong, before they are drawn.
+
+    Raises:
+        TypeError: one is neither a number nor None.
+    """
+    found: list[Any] = []
+    if isinstance(chart, Lines):
+        found = [v for s in chart.series for v in (*s.x, *s.y, *(s.low or ()), *(s.high or ()))]
+        found += [level for _, level in chart.references]
+    elif isinstance(chart, Grid):
+        found = [v for row in chart.values for v in row]
+    elif isinstance(chart, Bars):
+        found = [*chart.values, chart.total]
+    for value in found:
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"{chart.title!r} has {value!r} where a number was expected")
 
 
 def _table(charts: Sequence[Chart]) -> Table | None:
