@@ -156,3 +156,14 @@ def test_every_skipped_test_is_in_quarantine() -> None:
 def test_quarantine_names_only_tests_that_are_there() -> None:
     rows = re.findall(r"^\| `([^`]+\.py)", (TESTS / "QUARANTINES.md").read_text("utf-8"), re.MULTILINE)
     assert [row for row in rows if not (TESTS / row).is_file()] == []
+
+
+def test_constraints_do_not_contradict_each_other() -> None:
+    """`make test-oracle` installs under both files: a package pinned twice may not be installable."""
+    pinned: dict[str, str] = {}
+    for file in ("constraints.txt", "constraints-oracle.txt"):
+        for line in (ROOT / file).read_text("utf-8").splitlines():
+            if line and not line.startswith("#"):
+                name = re.split(r"[=<>~! ]", line, maxsplit=1)[0].lower().replace("_", "-")
+                assert name not in pinned, f"{name} stands in {pinned[name]} and in {file}; keep one row"
+                pinned[name] = file
