@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures prune-architectures audits connections-table connections-cost stream-dtype claims bench bench-corpus bench-monitor hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures prune-architectures audits connections-table connections-cost stream-dtype claims prune-curves bench bench-corpus bench-monitor hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -145,6 +145,10 @@ stream-dtype: $(VENV)/.dev  ## docs/stream-dtype.md: what a 16-bit stream loses 
 
 claims: $(VENV)/.dev $(VENV)/.weights  ## docs/claims.md: eight sentences of the textbook, each with a verdict
 	@$(RUN) benchmarks.claims
+
+prune-curves: $(VENV)/.dev $(VENV)/.weights  ## docs/prune-smollm2.md: what removing 1 to 10 blocks costs, by planner (two hours; goes on where it stopped)
+	@$(RUN) benchmarks.prune --out out/prune.jsonl
+	@$(RUN) benchmarks.prune --out out/prune.jsonl --page docs/prune-smollm2.md
 
 bench: $(VENV)/.dev $(VENV)/.weights  ## what recording costs: time in interleaved rounds, memory against depth
 	@$(RUN) benchmarks.recording --pairs 20

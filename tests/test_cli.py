@@ -146,7 +146,7 @@ def test_inspect(run: Run, folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("verb", [(), ("audit",), ("inspect",), ("convert",), ("diff",)])
+@pytest.mark.parametrize("verb", [(), ("audit",), ("inspect",), ("convert",), ("diff",), ("prune",)])
 def test_every_help_has_an_example(run: Run, verb: tuple[str, ...]) -> None:
     ran = run(*verb, "--help")
     assert ran.code == 0

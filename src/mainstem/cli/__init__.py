@@ -24,6 +24,7 @@ from mainstem.cli._check import check
 from mainstem.cli._convert import convert
 from mainstem.cli._diff import diff
 from mainstem.cli._inspect import connections, inspect
+from mainstem.cli._prune import prune
 from mainstem.cli._report import report
 from mainstem.cli._terminal import INTERRUPTED, Interrupted, drop_stdout
 from mainstem.cli._train import compare, train
@@ -65,6 +66,9 @@ app.command(
     epilog="Example:  mainstem convert smollm2 --connection mhc --text README.md --out out/smollm2-mhc"
 )(convert)
 app.command(epilog="Example:  mainstem diff smollm2 out/smollm2-mhc --text README.md")(diff)
+app.command(
+    epilog="Example:  mainstem prune smollm2 --blocks 3 --text README.md --eval-text sotu --out out/short"
+)(prune)
 app.command(epilog="Example:  mainstem check my_package.models:build --depths 2,8,24")(check)
 app.command(
     epilog="Example:  mainstem train --depth 96 --width 64 --connection mhc --max_steps 500 --out out/mhc96",

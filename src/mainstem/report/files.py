@@ -72,6 +72,38 @@ def write_texts(texts: Mapping[str, str], folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
+def check_file(path: Path) -> None:
+    """Make sure, before the work, that `write_text` will have a place; nothing is made.
+
+    Raises:
+        MainstemError: a folder is in the way, or the place cannot be written.
+    """
+    if path.is_dir():
+        raise MainstemError(f"{path} is a folder where a file would go; name a file in it.")
+    place = path.absolute().parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise MainstemError(f"No file can be written in {place}; choose another place than {path}.")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place first and move it there, so a reader sees the old or the new.
+
+    Raises:
+        MainstemError: the place cannot be written.
+    """
+    check_file(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".writing-") as work:
+            made = Path(work) / path.name
+            made.write_text(text, encoding="utf-8")
+            os.replace(made, path)
+    except OSError as error:
+        raise MainstemError(f"{path} could not be written ({error.strerror or error}).") from error
+
+
 def to_json(result: AuditResult) -> str:
     """Return the result as one JSON object."""
     return json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
