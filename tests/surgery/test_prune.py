@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mainstem.errors import ConfigError
 from mainstem.measure import LossSums, next_token_loss
 from mainstem.report.prune import curves_csv, prune_lines
 from mainstem.sources import load_model, load_text, make_windows
-from mainstem.surgery import PLANNERS, Cut, cut, save_pruned
+from mainstem.surgery import PLANNERS, Cut, Judge, cut, save_pruned
 from mainstem.surgery.prune import PruneConfig, Pruning, prune
 
 ROOT = Path(__file__).parents[2]
@@ -33,16 +34,21 @@ NUM_BLOCKS = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that learnt a little, so that its blocks are worth something; block 1 makes outliers."""
     torch.manual_seed(3)
-    model = LlamaForCausalLM(llama_config(num_hidden_layers=NUM_BLOCKS))
-    with torch.no_grad():  # as drawn, blocks hardly write and hardly anything is predicted
-        model.lm_head.weight.mul_(10.0)
-        for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.mul_(60.0 if ".1." in name else 20.0)
+    model: Any = LlamaForCausalLM(llama_config(num_hidden_layers=NUM_BLOCKS))
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.mul_(100.0)
+    tokenizer = train_tokenizer(GPL.read_text("utf-8"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for batch in make_windows(tokenizer, load_text(str(GPL)), num_tokens=16_000, window=32, batch_size=8):
+        inputs = batch.inputs_for(model)
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     out = tmp_path_factory.mktemp("prune") / "llama"
     model.save_pretrained(out)
-    train_tokenizer(GPL.read_text("utf-8")).save_pretrained(out)
+    tokenizer.save_pretrained(out)
     return out
 
 
@@ -144,8 +150,14 @@ def test_a_block_that_makes_outliers_is_named(folder: Path) -> None:
     ]
 
 
+def known(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The first curve on the text that the model learnt, where every block is worth something."""
+    given = {"eval_text": str(GPL), "eval_tokens": 2000, "planners": (), **changes}
+    return prune(config(folder, **given)).record["curves"][0]["points"]
+
+
 def test_a_loss_budget_is_kept_and_used(folder: Path) -> None:
-    every = prune(config(folder, num=4, planner="greedy", planners=())).record["curves"][0]["points"]
+    every = known(folder, num=4, planner="greedy")
     costs = [p["held_out"] for p in every]
     steps = [
         n for n in range(1, 4) if costs[n + 1] > max(*costs[1 : n + 1], 0.0)
@@ -153,15 +165,27 @@ def test_a_loss_budget_is_kept_and_used(folder: Path) -> None:
     assert steps
     for n in steps:
         budget = (costs[n + 1] + max(*costs[1 : n + 1], 0.0)) / 2
-        found = prune(config(folder, loss_budget=budget, planner="greedy", planners=()))
-        assert found.record["curves"][0]["points"] == every[: n + 1]
+        assert known(folder, loss_budget=budget, planner="greedy") == every[: n + 1]
 
 
-def test_a_budget_below_the_first_step_is_refused(folder: Path, two: Pruning) -> None:
-    first = {c["planner"]: c["points"][1]["held_out"] for c in two.record["curves"]}
-    planner = max(first, key=lambda name: first[name])
+class Costliest:
+    """A planner of one's own: the unit whose absence costs most."""
+
+    name = "costliest"
+
+    def most_passes(self, num_units: int, num: int) -> int:
+        return 1 + num_units
+
+    def steps(self, judge: Judge, num: int) -> Iterator[tuple[int, ...]]:
+        yield (max(judge.units, key=lambda unit: judge.rank([unit])),)
+
+
+def test_a_budget_below_the_first_step_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANNERS, "costliest", Costliest())
+    first = known(folder, num=1, planner="costliest")[1]["held_out"]
+    assert first > 0
     with pytest.raises(ConfigError, match="give a larger budget"):
-        prune(config(folder, loss_budget=first[planner] / 2, planner=planner, planners=()))
+        known(folder, loss_budget=first / 2, planner="costliest")
 
 
 def test_a_speed_up_is_met(folder: Path) -> None:

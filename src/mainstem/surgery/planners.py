@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from mainstem.observe import record
 from mainstem.surgery.judge import Judge
 
 Chosen = tuple[int, ...]
-Steps = Generator[Chosen]
+Steps = Iterator[Chosen]
 
 
 @dataclasses.dataclass(frozen=True)
