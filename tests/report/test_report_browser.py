@@ -92,8 +92,10 @@ def test_paper_is_light_and_its_letters_can_be_read(browser: Any, twins: Path) -
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     points = page.evaluate(
-        "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().width / 460 * 10 * 0.75)"
+        "[...document.querySelectorAll('main svg text')].filter(t => t.getClientRects().length).map("
+        "t => parseFloat(getComputedStyle(t).fontSize) * t.getScreenCTM().a * 0.75)"
     )
+    assert len(points) > 100
     assert min(points) >= 7
 
 

@@ -134,11 +134,12 @@ def test_the_honesty_line(audit: dict[str, Any]) -> None:
 def test_the_page_asks_for_nothing(audit: dict[str, Any]) -> None:
     text = to_html(make_report([audit, audit]))
     page = Page(text)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 2  # the figures, and what draws from them
     assert not page.handlers
     assert page.addresses
     assert all(address.startswith(("#", "data:image/png;base64,")) for address in page.addresses)
-    assert not re.search(r"url\((?!#)|@import", text)
+    styles = "".join(re.findall(r"<style>.*?</style>", text, re.DOTALL))
+    assert not re.search(r"url\((?!#)|@import", styles)
     assert "default-src 'none'" in text
     assert len(text.encode()) <= 1_000_000
 
@@ -150,7 +151,7 @@ def test_hostile_words_are_text(audit: dict[str, Any]) -> None:
     audit["findings"][0]["finding"] = HOSTILE
     text = to_html(make_report([audit]))
     page = Page(text)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 2
     assert "img" not in page.tags
     assert not page.handlers
     assert "\u202e" not in text

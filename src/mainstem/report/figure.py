@@ -28,6 +28,7 @@ class Axis:
         scale: ``log`` has lanes of its own for zeros (below) and non-finite values (above).
         domain: fixed limits; None takes them from the data. Compared figures share theirs.
         floors: whether it counts blocks (or states between them), so that the shared cursor moves along it.
+        states: whether it counts states: state 0 is before block 0, state k + 1 is what block k leaves.
         names: labels of the places 0, 1, ... where they are not numbers, such as tokens.
     """
 
@@ -35,6 +36,7 @@ class Axis:
     scale: Literal["linear", "log"] = "linear"
     domain: tuple[float, float] | None = None
     floors: bool = False
+    states: bool = False
     names: Sequence[str] | None = None
 
 

@@ -35,7 +35,7 @@ _KINDS: Sequence[tuple[str, str, Role]] = (
     ("mixer", "mixer", "other"),
 )
 _BLOCK = Axis(label="block", floors=True)
-_STATE = Axis(label="state (0 is before block 0)", floors=True)
+_STATE = Axis(label="state (0 is before block 0)", floors=True, states=True)
 _LARGEST_PARTS = 12
 _OTHERS: Role = "reference"
 _IDS = {number: name for name, number in QUESTIONS.items()}
@@ -212,7 +212,7 @@ def _table(charts: Sequence[Chart]) -> Table | None:
     if lines:
         columns: dict[str, dict[int, Number]] = {}
         for c in lines:
-            before = 1 if c.x.label == _STATE.label else 0
+            before = 1 if c.x.states else 0
             for s in c.series:
                 head = ": ".join(filter(None, (c.subject, c.title, s.name)))
                 columns[head] = {int(x) - before: y for x, y in zip(s.x, s.y, strict=True)}

@@ -1,4 +1,4 @@
-"""One offline HTML file: sentence, charts, table and provenance of each question, without scripts."""
+"""One offline HTML file: sentence, charts, table and provenance of each question, also without scripts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from mainstem.audit import SCHEMA
 from mainstem.errors import MainstemError
+from mainstem.report._bundle import embedded, read_bundle
 from mainstem.report._svg import draw
 from mainstem.report._text import visible
 from mainstem.report.figure import Figure, Report, plain
@@ -53,7 +54,10 @@ def read_audit(path: Path) -> dict[str, Any]:
 
 
 def to_html(report: Report) -> str:
-    """Return the page: no script, no request, light or dark as the reader's system is, light on paper."""
+    """Return the page: no request, light or dark as the reader's system is, light on paper.
+
+    Its charts are drawn in it; where scripts run, those of ``web/`` put charts that answer in their place.
+    """
     here = files("mainstem.report")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_shown
@@ -61,12 +65,20 @@ def to_html(report: Report) -> str:
     environment.filters["cell"] = _cell
     template = environment.from_string((here / "page.html.jinja").read_text(encoding="utf-8"))
     drawn = {figure.id: _drawn(figure, report.subjects) for figure in report.figures}
+    bundle = read_bundle()
     style = Markup((here / "page.css").read_text(encoding="utf-8"))
     provenance = {
         name: json.dumps(plain(about), indent=1, ensure_ascii=False)
         for name, about in report.provenance.items()
     }
-    return template.render(report=report, drawn=drawn, style=style, provenance=provenance)
+    return template.render(
+        report=report,
+        drawn=drawn,
+        style=style,
+        provenance=provenance,
+        bundle=bundle,
+        data=embedded(report),
+    )
 
 
 def check_page(path: Path) -> None:
