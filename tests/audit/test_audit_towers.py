@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from tiny_models import GPL, _tower, config, save
+from torch.nn import functional
 from typer.testing import CliRunner
 
 from mainstem.audit import QUESTIONS, run_audit
+from mainstem.audit.schema_page import load_schema
 from mainstem.cli import app
 from mainstem.observe import tower_streams
+from mainstem.report import to_json
 from mainstem.sources import load_model, load_text, make_windows
 
 
 def _saved(folder: Path, connection: str, noise: float = 0.05, **options: Any) -> Path:
     torch.manual_seed(1)
-    model = _tower(connection=connection, num_blocks=4, **options)
+    model = _tower(**{"connection": connection, "num_blocks": 4, **options})
     for parameter in model.parameters():
         parameter.data += noise * torch.randn_like(parameter)
     return save(model.eval(), folder / connection)
@@ -52,11 +58,61 @@ def test_depth_attention_is_asked_all_questions(tmp_path: Path) -> None:
     assert " A history: the last sublayer has " in text
     # What has no meaning is null, and says why.
     assert found.gradient is None
-    assert found.damage is None
     assert all(block.absorbed_bfloat16 == {} for block in found.blocks)
     notes = " ".join(found.provenance["notes"])
-    for what in ("gradient figures are null", "damage is null", "absorbed_bfloat16 and absorbed_float16 are"):
+    for what in (
+        "gradient figures are null",
+        "write nothing, 0 for what",
+        "absorbed_bfloat16 and absorbed_float16 are",
+    ):
         assert what in notes
+
+
+@pytest.mark.parametrize(
+    "connection", ["attention_residuals", "mudd", "unet_skips", "reversible", "b2t", "highway", "ngpt"]
+)
+@torch.no_grad()
+def test_a_sweep_is_that_of_towers_without_the_block(connection: str, tmp_path: Path) -> None:
+    folder = _saved(tmp_path, connection, num_blocks=6)
+    settings = config(folder, only=("damage", "removal"), sweep_windows=6, batch_size=6, dtype="float64")
+    result = run_audit(settings)
+    jsonschema.Draft202012Validator(load_schema()).validate(json.loads(to_json(result)))
+    loaded = load_model(str(folder))
+    windows = make_windows(loaded.tokenizer, load_text(settings.text), num_tokens=90, window=16, batch_size=6)
+    (window,) = windows
+    ids, mask = window.input_ids, window.attention_mask
+    assert not mask.all()  # the last window is padded
+    silenced = connection not in ("highway", "ngpt")
+
+    def without(blocks: Sequence[int]) -> torch.Tensor:
+        model = copy.deepcopy(loaded.model).double()
+        for block in blocks:
+            for name, weight in model.tower.blocks[block].named_parameters():
+                if silenced and ("out_proj" in name or "down_proj" in name):
+                    weight.zero_()
+            if not silenced:
+                model.tower.blocks[block].forward = lambda stream, *args: stream
+        return model(input_ids=ids, attention_mask=mask).logits
+
+    def loss(logits: torch.Tensor) -> float:
+        targets = ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+        return float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten()))
+
+    damage, whole = result.damage, without([])
+    assert damage is not None
+    assert (damage.silenced, damage.restarted, damage.tokens) == (silenced, True, 90)
+    for block in damage.blocks:
+        logits = without([block.block])
+        kl = functional.kl_div(logits.log_softmax(-1), whole.softmax(-1), reduction="none").sum(-1)
+        assert block.kl == pytest.approx(float(kl[mask.bool()].mean()), rel=1e-9)
+        assert block.removal_loss == pytest.approx(loss(logits) - loss(whole), abs=1e-12)
+    assert max(b.kl for b in damage.blocks) > 1e-5
+    for plan in damage.plans:
+        assert plan.removal_loss == pytest.approx(loss(without(plan.blocks)) - loss(whole), abs=1e-12)
+    assert len(damage.plans) == 3
+    said = {f.number: f.finding for f in result.findings}
+    assert said[6].startswith("Made to write nothing one at a time" if silenced else "Skipped one at a time")
+    assert ("sublayers were made to write nothing" in " ".join(result.provenance["notes"])) == silenced
 
 
 @pytest.mark.parametrize("connection", ["dense_former", "mudd"])

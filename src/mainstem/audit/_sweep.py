@@ -62,13 +62,6 @@ class Skips:
 
     def _run(self, windows: Iterable[WindowBatch], scores: Mapping[str, Any]) -> Swept:
         taken, stream_map = self._take(windows)
-        if isinstance(stream_map, TowerMap):
-            return Swept(
-                notes=[
-                    "damage is null: a block is skipped where a data flow shows what it leaves, and this "
-                    "tower's stream is known by its connections alone"
-                ]
-            )
         batches = [self.inputs_of(window) for window in taken]
         num_blocks = len(stream_map.blocks)
         plan = plan_sweep(self.model, batches, stream_map)
@@ -81,6 +74,13 @@ class Skips:
             lambda done, total: self.tell(f"skipping blocks, about {plan.seconds:.0f} s", done, total),
         )
         swept = Swept()
+        silenced = isinstance(stream_map, TowerMap) and stream_map.has_history
+        if silenced:
+            swept.notes.append(
+                "damage: to leave a block out its sublayers were made to write nothing, 0 for what they "
+                "worked out; the stream cannot pass it by, for it is a history, which later blocks read by "
+                "place"
+            )
         if not found.finished:
             swept.notes.append(
                 f"the sweep was stopped after {found.num_passes} of {plan.num_passes} passes: damage is of "
@@ -108,6 +108,7 @@ class Skips:
             ),
             angle_correlation=rank_correlation([angles.distances[0][b] for b in cost], list(cost.values())),
             plans=plans,
+            silenced=silenced,
         )
         return swept
 

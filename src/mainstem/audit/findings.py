@@ -346,7 +346,8 @@ def _damage(result: AuditResult) -> str | None:
     if not parts:
         return None
     stopped = "" if damage.finished else " (stopped before the end)"
-    return f"Skipped one at a time on {damage.tokens:,} tokens{stopped}: {'; '.join(parts)}."
+    how = "Made to write nothing" if damage.silenced else "Skipped"
+    return f"{how} one at a time on {damage.tokens:,} tokens{stopped}: {'; '.join(parts)}."
 
 
 def _removal(result: AuditResult) -> str | None:

@@ -233,6 +233,8 @@ class Damage:
     Attributes:
         windows: the first of the text, that it was measured on; ``tokens``: real ones in them.
         passes: forward passes made; ``restarted``: whether they began at the skipped block.
+        silenced: whether a block's sublayers were made to write nothing instead of the stream passing it by,
+            as a history cannot.
         finished: False where it was stopped; then some blocks are missing, or are of fewer windows.
         blocks: one entry a block.
         influence_correlation, angle_correlation: Spearman's rank correlation of ``removal_loss`` (of ``kl``
@@ -251,6 +253,7 @@ class Damage:
     influence_correlation: float | None
     angle_correlation: float | None
     plans: Sequence[RemovalPlan]
+    silenced: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Skip, scale, break and patch a model's stream, and sweep over all its blocks."""
 
 from mainstem.intervene._damage import FloorDamage, StateDamage
+from mainstem.intervene._tower import left_out
 from mainstem.intervene.context import intervening
 from mainstem.intervene.kinds import Intervention, Mean, Noise, Place, Replace, Resample, Scale, Skip, Zero
 from mainstem.intervene.means import WriteMeans
@@ -25,6 +26,7 @@ __all__ = [
     "WriteMeans",
     "Zero",
     "intervening",
+    "left_out",
     "plan_sweep",
     "removal_loss",
     "sweep",

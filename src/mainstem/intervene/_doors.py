@@ -4,7 +4,7 @@ middle."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -44,7 +44,13 @@ class Doors:
         self._outs: list[tuple[list[Any], pytree.TreeSpec, int]] = []
         states: dict[int, Tensor] = {}
         mode = InterveneMode(model, stream_map, [], on_state=states.__setitem__)
-        with torch.random.fork_rng(), torch.no_grad(), mode.tracker, mode, self._replaced(self._look(states)):
+        with (
+            torch.random.fork_rng(),
+            torch.no_grad(),
+            mode.tracker,
+            mode,
+            replaced(self.blocks, self._look(states)),
+        ):
             model(**probe(inputs))
         if len(self._outs) != len(self.blocks):
             raise NoDoorsError("its blocks are not called one after another")
@@ -68,32 +74,6 @@ class Doors:
             return out
 
         return turn
-
-    @contextmanager
-    def _replaced(self, turn: Turn) -> Generator[None]:
-        """Have ``turn`` called for every block of the passes inside, in the order of the map."""
-        calls = iter(range(len(self.blocks)))
-
-        def through(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                block = next(calls, None)
-                if block is None or self.blocks[block] is not module:
-                    raise StreamNotFoundError("the blocks were called in another order than in the map.")
-                return turn(block, forward, args, kwargs)
-
-            return call
-
-        own = {m: vars(m).get("forward") for m in dict.fromkeys(self.blocks)}
-        try:
-            for module in own:
-                module.forward = through(module, module.forward)
-            yield
-        finally:
-            for module, forward in own.items():
-                if forward is None:
-                    vars(module).pop("forward", None)
-                else:
-                    module.forward = forward
 
     def passing(
         self,
@@ -134,7 +114,38 @@ class Doors:
                 seconds.append(time.perf_counter() - begin)
             return pytree.tree_unflatten(leaves, spec)
 
-        return self._replaced(turn)
+        return replaced(self.blocks, turn)
+
+
+@contextmanager
+def replaced(blocks: Sequence[nn.Module], turn: Turn) -> Generator[None]:
+    """Have ``turn`` called for every block of the passes inside, in this order.
+
+    Raises:
+        StreamNotFoundError: they are called in another order.
+    """
+    calls = iter(range(len(blocks)))
+
+    def through(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            block = next(calls, None)
+            if block is None or blocks[block] is not module:
+                raise StreamNotFoundError("the blocks were called in another order than in the map.")
+            return turn(block, forward, args, kwargs)
+
+        return call
+
+    own = {m: vars(m).get("forward") for m in dict.fromkeys(blocks)}
+    try:
+        for module in own:
+            module.forward = through(module, module.forward)
+        yield
+    finally:
+        for module, forward in own.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward
 
 
 def _find(leaves: list[Any], state: Tensor | None) -> int | None:

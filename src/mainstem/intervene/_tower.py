@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mainstem.connections import Connection
 from mainstem.errors import ConfigError
-from mainstem.intervene.kinds import Intervention, Place, Skip
+from mainstem.intervene.kinds import Intervention, Place, Skip, Zero
+from mainstem.observe import StreamMap, TowerMap
 from mainstem.tower import Tower
 
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -30,6 +31,21 @@ def tower_of(model: nn.Module) -> Tower:
         f"{type(model).__name__} is no mainstem tower, so its stream must be found first: pass "
         "stream_map=mainstem.observe.find_stream(model, inputs)."
     )
+
+
+def left_out(blocks: Sequence[int], stream_map: StreamMap | None = None) -> Intervention:
+    """Return the intervention that leaves some blocks out of a pass.
+
+    They are skipped: the stream passes them by. A history cannot, for each block makes it longer and later
+    ones read it by place; there the sublayers of the blocks write nothing: 0 instead of what they worked out.
+
+    Args:
+        blocks: their numbers.
+        stream_map: of the model.
+    """
+    if isinstance(stream_map, TowerMap) and stream_map.has_history:
+        return Zero(blocks=blocks, part="writes")
+    return Skip(blocks=blocks)
 
 
 @contextmanager

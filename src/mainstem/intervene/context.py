@@ -12,7 +12,7 @@ from mainstem.errors import ConfigError
 from mainstem.intervene._mode import InterveneMode
 from mainstem.intervene._tower import through_connections
 from mainstem.intervene.kinds import Intervention
-from mainstem.observe import StreamMap
+from mainstem.observe import StreamMap, TowerMap
 from mainstem.observe._frames import unwrapped
 
 
@@ -32,9 +32,9 @@ def intervening(
     Args:
         model: any module.
         interventions: one or more.
-        stream_map: from `mainstem.observe.find_stream`. May be left out for a mainstem tower, whose
-            connections are then asked instead, which works for every scheme: there a write is what the branch
-            returns, before the connection weighs it.
+        stream_map: from `mainstem.observe.find_stream`. May be left out for a mainstem tower, or from
+            `mainstem.observe.tower_map`: its connections are then asked instead, which works for every
+            scheme: there a write is what the branch returns, before the connection weighs it.
 
     Raises:
         ConfigError: an intervention that the model has no place for, or that is not defined there; gradient
@@ -48,7 +48,7 @@ def intervening(
             f"{type(model).__name__} has gradient checkpointing on, which would run its blocks again without "
             "the interventions. Turn it off (gradient_checkpointing_disable()) or call model.eval()."
         )
-    if stream_map is None:
+    if stream_map is None or isinstance(stream_map, TowerMap):
         with through_connections(model, chosen):
             yield
         return

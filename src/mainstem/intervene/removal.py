@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mainstem.errors import ConfigError
-from mainstem.intervene.kinds import Skip
+from mainstem.intervene._tower import left_out
 from mainstem.intervene.sweep import SweepConfig, sweep
 from mainstem.measure import Result, Split
 from mainstem.observe import StreamMap
@@ -46,7 +46,8 @@ def removal_loss(
     """Measure what the model's prediction loses without some of its blocks.
 
     The stream passes a removed block by as if it were not there, so the figures are those of the shorter
-    model. Passes begin at the lowest removed block where the model allows it, as in `sweep`.
+    model; where it is a history, see `left_out`. Passes begin at the lowest removed block where the model
+    allows it, as in `sweep`.
 
     Args:
         model: in eval mode.
@@ -64,7 +65,9 @@ def removal_loss(
     sets = [tuple(sorted(set(chosen))) for chosen in blocks]
     if not sets:
         raise ConfigError("no blocks to remove were given; expected sets such as [(13, 14, 15)].")
-    config = SweepConfig(broken=lambda n: Skip(blocks=sets[n]), floors=range(len(sets)), states=False)
+    config = SweepConfig(
+        broken=lambda n: left_out(sets[n], stream_map), floors=range(len(sets)), states=False
+    )
     found = sweep(model, batches, stream_map, config, progress).floors
     return tuple(
         Removal(sets[one.floor], one.kl, one.top1, one.nll, one.nll_delta, one.num_tokens) for one in found

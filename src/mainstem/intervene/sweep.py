@@ -5,27 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mainstem.errors import ConfigError
 from mainstem.intervene._damage import Clean, Damage, FloorDamage
-from mainstem.intervene._doors import Doors, NoDoorsError
-from mainstem.intervene._mode import InterveneMode
+from mainstem.intervene._passes import Entry, passes_of
+from mainstem.intervene._tower import left_out
 from mainstem.intervene.kinds import Intervention, Skip
 from mainstem.measure import HostBatch, Result
-from mainstem.observe import StreamMap, batch_of
+from mainstem.observe import StreamMap
 from mainstem.observe._frames import unwrapped
 
 Break = Callable[[int], Intervention]
 Inputs = Mapping[str, Any]
-
-
-def _skip(block: int) -> Intervention:
-    return Skip(blocks=[block])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +28,8 @@ class SweepConfig:
 
     Attributes:
         broken: the intervention for a block, such as ``lambda b: Noise(blocks=[b], size=1.0)``. It may act at
-            other blocks, or at several: where it begins is where its own ``blocks`` say.
+            other blocks, or at several: where it begins is where its own ``blocks`` say. `left_out` when not
+            given.
         floors: what ``broken`` is asked for, one number a break; every block when not given.
         future_only: measure only at positions beyond the last one that is broken (which must be named).
         together: how many breaks share one pass, each with rows of its own. More than 1 pays where a pass is
@@ -43,7 +38,7 @@ class SweepConfig:
         states: measure the states above the break; else the top alone.
     """
 
-    broken: Break = _skip
+    broken: Break | None = None
     floors: Sequence[int] | None = None
     future_only: bool = False
     together: int = 1
@@ -124,21 +119,23 @@ def plan_sweep(
     runner.measure_itself(clean)
     measuring = time.perf_counter() - begin
     groups = runner.groups()
-    num_blocks, blocks = len(stream_map.blocks), sum(runner.seconds)
+    num_blocks, blocks = len(stream_map.blocks), sum(runner.passes.seconds)
     runs, seconds = 0, whole
     for group in groups:
         first = min(runner.start(f) for f in group)
         runs += len(group) * (num_blocks - first)
-        seconds += len(group) * (measuring + runner.model_seconds - blocks + sum(runner.seconds[first:]))
+        seconds += len(group) * (
+            measuring + runner.model_seconds - blocks + sum(runner.passes.seconds[first:])
+        )
     return SweepPlan(
         num_passes=len(batches) * (1 + len(groups)),
         block_runs=len(batches) * (num_blocks + runs),
         naive_block_runs=len(batches) * num_blocks * (1 + len(runner.floors)),
         seconds=len(batches) * seconds,
-        state_bytes=sum(t.numel() * t.element_size() for t in clean.states.values()),
+        state_bytes=runner.state_bytes(clean),
         top_bytes=0 if clean.top is None else clean.top.num_bytes,
-        restarts=runner.doors is not None,
-        why_not=runner.why_not,
+        restarts=runner.restarts,
+        why_not=runner.passes.why_not,
     )
 
 
@@ -158,8 +155,8 @@ def sweep(
     Args:
         model: in eval mode.
         batches: keyword arguments of its forward, one entry a batch.
-        stream_map: from `mainstem.observe.find_stream`.
-        config: what to break; every block is skipped when not given.
+        stream_map: from `mainstem.observe.find_stream`, or of a tower from `mainstem.observe.tower_map`.
+        config: what to break; every block is left out when not given.
         progress: told of the passes done and of all passes.
 
     Returns:
@@ -189,8 +186,8 @@ def sweep(
         floors=runner.damage.result(runner.floors),
         finished=finished,
         num_passes=done,
-        restarted=runner.doors is not None,
-        why_not=runner.why_not,
+        restarted=runner.restarts,
+        why_not=runner.passes.why_not,
     )
 
 
@@ -204,15 +201,19 @@ class _Runner:
         self.num_blocks = len(stream_map.blocks)
         floors = range(self.num_blocks) if config.floors is None else config.floors
         self.floors = sorted(set(floors))
-        self.breaks = {f: config.broken(f) for f in self.floors}
-        InterveneMode(self.model, stream_map, list(self.breaks.values()))  # refuses what cannot be
-        self.damage, self.seconds, self.model_seconds = Damage(), list[float](), 0.0
-        self.doors, self.why_not = None, "restart=False"
-        if config.restart:
-            try:
-                self.doors, self.why_not = Doors(self.model, stream_map, inputs), ""
-            except NoDoorsError as reason:
-                self.why_not = str(reason)
+        self.breaks = {f: self._break(f) for f in self.floors}
+        self.damage, self.model_seconds = Damage(), 0.0
+        self.passes = passes_of(self.model, stream_map, inputs, list(self.breaks.values()), config.restart)
+
+    def _break(self, floor: int) -> Intervention:
+        if self.config.broken is None:
+            return left_out([floor], self.map)
+        return self.config.broken(floor)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether passes begin at the broken block."""
+        return not self.passes.why_not
 
     def groups(self) -> list[list[int]]:
         """The floors that share a pass."""
@@ -221,7 +222,7 @@ class _Runner:
 
     def start(self, floor: int) -> int:
         """The block at which the pass of a break begins."""
-        if self.doors is None:
+        if not self.restarts:
             return 0
         return self._lowest(floor) + self._passed_by(floor)
 
@@ -243,22 +244,14 @@ class _Runner:
 
     def run_clean(self, inputs: Inputs) -> Clean:
         """Run the whole model and keep its states and prediction."""
-        states: dict[int, Tensor] = {}
-
-        def keep(number: int, state: Tensor) -> None:
-            states[number] = state.detach().clone()
-
         begin = time.perf_counter()
-        self.seconds = []
-        with ExitStack() as stack:
-            mode = InterveneMode(self.model, self.map, [], keep)
-            for one in (torch.no_grad(), torch.compiler.set_stance("force_eager"), mode.tracker, mode):
-                stack.enter_context(one)
-            if self.doors is not None:
-                stack.enter_context(self.doors.passing(0, {}, _ignore, self.seconds))
-            output = self.model(**inputs)
+        states, output = self.passes.run_whole(inputs)
         self.model_seconds = time.perf_counter() - begin
-        return Clean(states, self._logits(output), batch_of(inputs))
+        return Clean(states, self._logits(output), self.passes.batch(inputs))
+
+    def state_bytes(self, clean: Clean) -> int:
+        """Bytes held of one batch beside its prediction."""
+        return self.passes.held_bytes() + sum(t.numel() * t.element_size() for t in clean.states.values())
 
     def measure_itself(self, clean: Clean) -> None:
         """Compare the whole model's prediction with itself, for the time it takes."""
@@ -283,44 +276,16 @@ class _Runner:
                     piece = state.detach()[rows[floor].start : rows[floor].stop]
                     found.add_state(floor, number, piece, clean, hosts[floor])
 
-        with ExitStack() as stack:
-            seen = see if self.doors is None and self.config.states else None
-            mode = InterveneMode(self.model, self.map, active, seen)
-            for one in (torch.no_grad(), torch.compiler.set_stance("force_eager")):
-                stack.enter_context(one)
-            if mode.edits:
-                stack.enter_context(mode.tracker)
-                stack.enter_context(mode)
-            if self.doors is not None:
-                self._enter_at(stack, self.doors, mode, clean, rows, see)
-            output = self.model(**_repeated(inputs, num_rows, len(group)))
+        entries: list[Entry] = []
+        if self.restarts:
+            entries = [Entry(rows[f], self._lowest(f), self.start(f)) for f in group]
+        repeated = _repeated(inputs, num_rows, len(group))
+        output = self.passes.run_broken(repeated, active, entries, see if measured else None)
         logits = self._logits(output)
         for floor in group:
             piece = None if logits is None else logits[rows[floor].start : rows[floor].stop]
             found.add_top(floor, piece, clean, hosts[floor], self._last_broken(floor))
         self.damage = self.damage.plus(found)
-
-    def _enter_at(
-        self,
-        stack: ExitStack,
-        doors: Doors,
-        mode: InterveneMode,
-        clean: Clean,
-        rows: Mapping[int, range],
-        see: Callable[[int, Tensor], None],
-    ) -> None:
-        first = min(self.start(f) for f in rows)
-        mode.allow_missing(range(first))
-        entries: dict[int, list[tuple[range, Tensor]]] = {}
-        for floor, place in rows.items():
-            entries.setdefault(self.start(floor), []).append((place, clean.states[self._lowest(floor)]))
-
-        def on_state(number: int, state: Tensor) -> None:
-            if number < self.num_blocks:
-                mode.note_entry(number, state)
-            see(number, state)
-
-        stack.enter_context(doors.passing(first, entries, on_state))
 
     def _on_rows(self, floor: int, rows: range) -> Intervention | None:
         """The break at its rows of the pass, without the blocks that are passed over; None for none."""
@@ -363,10 +328,6 @@ def logits_of(stream_map: StreamMap, output: Any) -> Tensor | None:
     found = output[stream_map.output] if isinstance(output, Mapping) else output
     found = found[0] if isinstance(found, tuple | list) else getattr(found, "logits", found)
     return found if isinstance(found, Tensor) and found.ndim == 3 else None
-
-
-def _ignore(number: int, state: Tensor) -> None:
-    """For a pass whose states are seen elsewhere."""
 
 
 def _repeated(inputs: Inputs, num_rows: int, times: int) -> dict[str, Any]:

@@ -503,6 +503,6 @@ _NOTES = {
     2: "First tokens are drawn apart: they often are larger by orders of magnitude.",
     4: "The nearest embedding is a readout: a word can still be in the sum while another is nearer.",
     5: "The lens is the model's own norm and head applied early: a readout, not what the model thinks.",
-    6: "A block is skipped when the stream passes it by.",
+    6: "A block is skipped when the stream passes it by; in a history its sublayers write nothing instead.",
     7: "Influence and angle are guesses until the loss without the blocks is measured (--sweep).",
 }
