@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -27,6 +28,14 @@ from mainstem.surgery import Cut, Origin, cut, save_pruned
 ROOT = Path(__file__).parents[1]
 WORKS, IN_PART, REFUSED = "every cut works", "some cuts work", "refused"
 SETS = ((0,), (1,), (2,), (3,), (1, 2), (0, 3))
+LONGEST = 150
+NEEDLESS = (
+    r"Class validation error for validator '\w+': |Error\(s\) in loading state_dict for \w+: ",
+    r"StrictDataclassClassValidationError: |(?<=: )ValueError: ",
+    r"; (remove others|give a [^;]*|the model was not saved)\.$|, so the model was not saved\.$",
+    r"(?<=[a-z)`'\]])\. .*$",  # of several sentences the first
+)
+"""What a reason says beside the reason, which the row says too or which is advice to the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +60,15 @@ class Row:
     def line(self) -> str:
         """Return the row of the table."""
         cells = (f"`{self.name}`", self.kind, f"{self.cuts}/{len(SETS)}", self.sublayers, self.generation)
-        return "| " + " | ".join((*cells, self.reason)) + " |"
+        return "| " + " | ".join((*cells, self.why())) + " |"
+
+    def why(self) -> str:
+        """Return the reason in one sentence of at most `LONGEST` characters."""
+        text = self.reason.removeprefix(f"{self.name} ")
+        for pattern in NEEDLESS:
+            text = re.sub(pattern, "", text)
+        text = text.rstrip(".")
+        return text if len(text) <= LONGEST else text[: LONGEST - 3].rpartition(" ")[0] + " ..."
 
 
 def attempt(name: str, kind: str, make: Callable[[], Any]) -> Row:
@@ -88,7 +105,9 @@ def cut_and_saved(model: Any, what: Cut) -> str:
     with tempfile.TemporaryDirectory() as folder:
         origin = Origin(source="small", num_blocks=depth, what=what)
         out = save_pruned(cut(model, what), None, Path(folder) / "out", origin)
-        return str(json.loads((out / "prune.json").read_text("utf-8"))["checks"]["generation"])
+        checks = json.loads((out / "prune.json").read_text("utf-8"))["checks"]
+    rounded = checks["output"] != "equal to the bit"
+    return checks["generation"] + (" (*aligned*)" if rounded else "")
 
 
 def can_be_silenced(model: Any, part: str) -> bool:
@@ -114,6 +133,8 @@ with the same tokens generated with a cache and without.
 - **cuts**: how many of the sets.
 - **alone**: which sublayers of block 1 can be removed alone (their last matrix zeroed; what they write is
   then exactly zero).
+- *aligned*: equal to the bit once the weights of both models lie at the same alignment in memory, by which
+  some kernels round.
 - **why**: the first set that was refused, and the sentence that says why. Nothing is written then.
 """
 
@@ -144,9 +165,17 @@ def page(rows: list[Row]) -> str:
     ):
         if counts[outcome]:
             lines += [f"## {title}\n", "| class | kind | why |", "|---|---|---|"]
-            lines += [f"| `{r.name}` | {r.kind} | {r.reason} |" for r in rows if r.outcome == outcome]
+            lines += [f"| `{r.name}` | {r.kind} | {r.why()} |" for r in rows if r.outcome == outcome]
             lines.append("")
     return "\n".join(lines)
+
+
+def read_rows(kept: Path | None) -> dict[str, Row]:
+    """Return the rows of a run that was interrupted, by name."""
+    if kept is None or not kept.exists():
+        return {}
+    rows = [Row(**json.loads(line)) for line in kept.read_text("utf-8").splitlines()]
+    return {row.name: row for row in rows}
 
 
 def main() -> None:
@@ -156,19 +185,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "prune-architectures.md")
     parser.add_argument("--only", nargs="*", default=None, help="names of classes; nothing is written")
+    parser.add_argument(
+        "--keep", type=Path, default=None, help="JSON lines to add rows to, and to go on from"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    known, rows = zoo_cases(), list[Row]()
+    known, rows, done = zoo_cases(), list[Row](), read_rows(arguments.keep)
     for name, kind in classes().items():
         if arguments.only is not None and name not in arguments.only:
             continue
         case = known.get(name)
         make = case.build if case else functools.partial(build, getattr(transformers, name))
         work = functools.partial(attempt, name, kind, make)
-        rows.append(tried(work, functools.partial(Row, name, kind, WRONG)))
-        print(f"{rows[-1].outcome}: {rows[-1].line()}", flush=True)
+        row = done.get(name) or tried(work, functools.partial(Row, name, kind, WRONG))
+        rows.append(row)
+        print(f"{row.outcome}: {row.line()}", flush=True)
+        if arguments.keep is not None and name not in done:
+            with arguments.keep.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(row)) + "\n")
     if arguments.only is None:
         arguments.out.write_text(page(sorted(rows, key=lambda row: row.name)), encoding="utf-8")
         print(f"written: {arguments.out}")

@@ -75,6 +75,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False},
         {"decoder_layers": 4, "encoder_layers": 6},
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        base(**DEEP, head_dim=16, global_head_dim=16, sliding_window=4, hidden_size_per_layer_input=8)
+        | {"vocab_size_per_layer_input": 100, "num_kv_shared_layers": 0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 3},
+        {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "opt": ("OPTConfig", base(num_hidden_layers=6, ffn_dim=96, word_embed_proj_dim=64), {}),
     "gpt": ("OpenAIGPTConfig", GPT2, {"n_layer": 4}),
     "cohere": ("CohereConfig", base(**DEEP), {}),
 }  # fmt: skip

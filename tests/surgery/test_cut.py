@@ -39,6 +39,9 @@ def by_hand(model: Any, removed: tuple[int, ...], **settings: Any) -> Any:
             if int(parts[place]) in removed:
                 continue
             parts[place] = str(kept.index(int(parts[place])))
+        elif "per_layer" in key and "norm" not in key:  # a share a block, side by side
+            dim = value.shape.index(6 * 8)
+            value = torch.cat([value.narrow(dim, 8 * block, 8) for block in kept], dim)
         state[".".join(parts)] = value
     short.load_state_dict(state)
     return short.eval()
@@ -122,7 +125,8 @@ def test_ranges_are_half_open_and_count_from_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt2", "gpt_neox", "olmo2", "gemma3_text", "bloom", "falcon", "mixtral", "qwen2_moe"]
+    "name",
+    ["llama", "gpt2", "gpt_neox", "olmo2", "gemma3_text", "bloom", "falcon", "mixtral", "qwen2_moe", "opt"],
 )
 @pytest.mark.parametrize("kind", ["attention", "feed_forward"])
 def test_a_removed_sublayer_writes_exactly_zero(name: str, kind: str) -> None:
@@ -130,9 +134,10 @@ def test_a_removed_sublayer_writes_exactly_zero(name: str, kind: str) -> None:
     model = build(name)
     silent: Any = cut(model, Cut(**{kind: (1,)}))
     block = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 6)[1]
-    parts = {"attention": ("self_attn", "attn", "attention", "self_attention"), "feed_forward": ("mlp",)}[
-        kind
-    ]
+    parts = {
+        "attention": ("self_attn", "attn", "attention", "self_attention"),
+        "feed_forward": ("mlp", "fc2"),
+    }[kind]
     part = next(child for label, child in block.named_children() if label in parts)
 
     def zeroed(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

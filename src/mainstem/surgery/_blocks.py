@@ -14,6 +14,9 @@ from mainstem.errors import ConfigError
 from mainstem.sources import require
 
 _PROBE_TOKENS = 12
+# No settings of a block: whether it trains, and whether blocks above read its keys (Gemma 4), which depends
+# on which of them are there and which the outputs prove.
+_PASSING = ("training", "store_full_length_kv")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -69,7 +72,7 @@ def probe_inputs(model: Any) -> dict[str, Any]:
     if not isinstance(vocab, int):
         raise ConfigError(f"{type(model).__name__} reads no tokens; give a language model or a text encoder.")
     ids = (torch.arange(_PROBE_TOKENS) * 7 + 3) % vocab
-    device = model.get_input_embeddings().weight.device
+    device = next(model.parameters()).device
     return {"input_ids": ids[None].to(device), "attention_mask": torch.ones_like(ids)[None].to(device)}
 
 
@@ -171,7 +174,7 @@ def changed_buffer(whole: nn.Module, shorter: nn.Module, path: str) -> str | Non
 
 def _plain_attributes(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     for name, value in vars(module).items():
-        if name == "training" or name.startswith("_") or not isinstance(value, _PLAIN):
+        if name in _PASSING or name.startswith("_") or not isinstance(value, _PLAIN):
             continue
         yield name, value, vars(other).get(name)
 
@@ -179,10 +182,18 @@ def _plain_attributes(module: nn.Module, other: nn.Module) -> Iterator[tuple[str
 def built_without_weights(model: Any, config: Any) -> Any:
     """Build a model of the same class from ``config``; its weights are whatever memory held."""
     initialization = require("transformers.initialization", feature="Cutting a model")
-    options: dict[str, Any] = {"dtype": model.dtype}
-    for name in ("attn", "experts"):
-        chosen = getattr(model.config, f"_{name}_implementation", None)
-        if chosen is not None:
-            options[f"{name}_implementation"] = chosen
     with initialization.no_init_weights():
-        return type(model)._from_config(config, **options)
+        return type(model)._from_config(config, **loading_options(model))
+
+
+def loading_options(model: Any) -> dict[str, Any]:
+    """Return the dtype, and the implementations of attention and experts, which no configuration keeps."""
+    options: dict[str, Any] = {"dtype": model.dtype}
+    for kind in ("attn", "experts"):
+        private, config = f"_{kind}_implementation", model.config
+        parts = {"": config, **{key: getattr(config, key, None) for key in config.sub_configs}}
+        chosen = {key: getattr(part, private, None) for key, part in parts.items()}
+        chosen = {key: value for key, value in chosen.items() if value is not None}
+        if chosen:
+            options[private.removeprefix("_")] = chosen if len(parts) > 1 else chosen[""]
+    return options

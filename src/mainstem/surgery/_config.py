@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -44,7 +43,7 @@ def depth_of(config: Any) -> int:
 
 
 def cut_config(config: Any, removed: Sequence[int]) -> Any:
-    """Return a copy of the configuration without the blocks ``removed`` (0-based).
+    """Return a new configuration without the blocks ``removed`` (0-based).
 
     Cut are: the number of blocks under the configuration's own name; every list with an entry a block; lists
     and tables by the numbers of blocks (``mlp_only_layers``, ``per_layer_config``), which are renumbered; and
@@ -53,19 +52,29 @@ def cut_config(config: Any, removed: Sequence[int]) -> Any:
     ``attention_types`` block by block. Other periods are not expressible; whether they matter is for the
     caller to prove.
     """
-    new = copy.deepcopy(config)
-    text = new.get_text_config()
+    settings: dict[str, Any] = config.to_dict()
+    text = config.get_text_config()
+    inner = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+    fields = settings if inner is None else settings[inner]
     depth = depth_of(config)
     gone = set(removed)
     kept = [block for block in range(depth) if block not in gone]
     number = {block: place for place, block in enumerate(kept)}
-    changes = dict(_cut_fields(vars(text), kept, number, depth))
-    setattr(text, _DECODER if hasattr(text, _DECODER) else "num_hidden_layers", len(kept))
-    for name, value in changes.items():
-        setattr(text, name, value)
-    if hasattr(new, "quantization_config") and _is_dense_gguf(new.quantization_config):
-        del new.quantization_config  # it says how the file was packed; the weights here are dense
-    return new
+    changes = dict(_cut_fields(fields, kept, number, depth))
+    fields.update(changes)
+    for name in _counts(text):
+        if fields.get(name) == depth:
+            fields[name] = len(kept)
+    if _is_dense_gguf(settings.get("quantization_config")):
+        del settings["quantization_config"]  # it says how the file was packed; the weights here are dense
+    return type(config).from_dict(settings)
+
+
+def _counts(text: Any) -> tuple[str, ...]:
+    """Return the names under which the number of blocks may be kept."""
+    if hasattr(text, _DECODER):
+        return (_DECODER,)
+    return (text.attribute_map.get("num_hidden_layers", "num_hidden_layers"), "num_blocks")
 
 
 def _cut_fields(
@@ -127,5 +136,7 @@ def _written_out(
 
 
 def _is_dense_gguf(settings: Any) -> bool:
+    if settings is None:
+        return False
     said: Any = settings if isinstance(settings, dict) else vars(settings)
     return str(said.get("quant_method", "")).lower().endswith("gguf")

@@ -15,9 +15,9 @@ from ._blocks import main_output, probe_inputs
 
 _PARTS = {
     "attention": ("self_attn", "attention", "self_attention", "attn", "self_attn_layer"),
-    "feed_forward": ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "output"),
+    "feed_forward": ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "output", "fc2"),
 }
-_LAST = ("o_proj", "out_proj", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "w2")
+_LAST = ("o_proj", "out_proj", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "Wo", "w2")
 _LAST_OF = {"attention": (*_LAST, "dense"), "feed_forward": _LAST}
 
 
@@ -68,7 +68,7 @@ def _last_parameters(block: nn.Module, kind: str) -> Iterator[tuple[nn.Module, s
         if name not in _PARTS[kind]:
             continue
         for path, module in part.named_modules():
-            leaf = path.rpartition(".")[2]
+            leaf = (path or name).rpartition(".")[2]
             if leaf in _LAST_OF[kind]:
                 yield from ((module, own) for own, _ in module.named_parameters(recurse=False))
             else:  # the experts of a mixture may be one tensor

@@ -78,8 +78,8 @@ def cut(model: nn.Module, what: Cut) -> nn.Module:
 
     The new model is built from a cut configuration by its own class, so every number that a block or a
     configuration keeps of the depth is that of the shorter model. Its weights **share memory** with those of
-    the given model (a copy costs no memory); deep-copy it before training. Those of a silenced sublayer are
-    its own.
+    the given model (no copy is made); deep-copy it before training. Those of a silenced sublayer are its own,
+    and so are weights outside the blocks of which a share belongs to each (per-layer embeddings).
 
     Three things are proven before it is returned: the shorter model takes the weights strictly, none missing
     and none left over; every kept block has the classes and settings it had, its number apart; and on a few
@@ -140,12 +140,12 @@ def _shorter(whole: Any, removed: Sequence[int], path: str, depth: int) -> Any:
     """Build the shorter model and give it the weights of the whole one."""
     name = type(whole).__name__
     try:
-        config = cut_config(whole.config, removed)
-        config = type(config).from_dict({**config.to_dict(), "dtype": whole.dtype})
-        shorter = built_without_weights(whole, config)
-        told, problems = shorter.load_state_dict(
-            _renumbered(whole.state_dict(), path, removed, depth), assign=True, strict=False
-        )
+        shorter = built_without_weights(whole, cut_config(whole.config, removed))
+        weights = _renumbered(whole.state_dict(), path, removed, depth)
+        shares = {name: tuple(value.shape) for name, value in shorter.state_dict().items()}
+        kept = [block for block in range(depth) if block not in set(removed)]
+        weights = {key: _kept_shares(value, shares.get(key), kept, depth) for key, value in weights.items()}
+        told, problems = shorter.load_state_dict(weights, assign=True, strict=False)
     except Exception as error:  # a class's own checks can fail with anything
         raise ConfigError(f"{name} cannot be built without blocks {list(removed)}: {brief(error)}") from error
     if told or problems:
@@ -171,6 +171,22 @@ def _renumbered(state: dict[str, Tensor], path: str, removed: Sequence[int], dep
         if block in number:
             found[f"{path}.{number[block]}{dot}{rest}"] = value
     return found
+
+
+def _kept_shares(weight: Tensor, shape: tuple[int, ...] | None, kept: list[int], depth: int) -> Tensor:
+    """Of a weight that has one share a block, side by side in one dimension, return those of kept blocks.
+
+    Gemma 3n and 4 keep their per-layer embeddings so.
+    """
+    if shape is None or shape == tuple(weight.shape) or len(shape) != weight.ndim:
+        return weight
+    differing = [dim for dim in range(weight.ndim) if weight.shape[dim] != shape[dim]]
+    dim = differing[0]
+    each, rest = divmod(weight.shape[dim], depth)
+    if len(differing) > 1 or rest or shape[dim] != each * len(kept):
+        return weight
+    chosen = torch.tensor(kept, device=weight.device)
+    return weight.unflatten(dim, (depth, each)).index_select(dim, chosen).flatten(dim, dim + 1)
 
 
 def _prove(whole: Any, shorter: Any, what: Cut, path: str, blocks: nn.ModuleList) -> None:

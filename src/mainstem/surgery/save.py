@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mainstem.errors import MainstemError
 from mainstem.sources import quiet_transformers, require, versions
 
-from ._blocks import aligned_call, block_list, brief, main_output, probe_inputs
+from ._blocks import aligned_call, block_list, brief, loading_options, main_output, probe_inputs
 from ._config import depth_of
 from ._folder import check_out, new_folder
 from ._mergekit import mergekit_yaml
@@ -156,12 +156,9 @@ def _check_saved(model: Any, folder: Path) -> dict[str, str]:
     Raises:
         MainstemError: something differs; it is named.
     """
-    auto, options = auto_class_of(model), {"dtype": model.dtype}
-    for name in ("attn", "experts"):
-        chosen = getattr(model.config, f"_{name}_implementation", None)
-        if chosen is not None:
-            options[f"{name}_implementation"] = chosen
-    read, info = auto.from_pretrained(folder, output_loading_info=True, **options)
+    read, info = auto_class_of(model).from_pretrained(
+        folder, output_loading_info=True, **loading_options(model)
+    )
     read = read.to(model.device).eval()
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):
