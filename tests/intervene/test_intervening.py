@@ -24,6 +24,7 @@ from mainstem.intervene import (
     Zero,
     intervening,
 )
+from mainstem.measure import BlockEvent
 from mainstem.observe import KeepStream, find_stream, record
 
 CLOSE: dict[str, float] = {"rtol": 1e-11, "atol": 1e-12}
@@ -198,6 +199,28 @@ def test_a_patched_state_gives_the_other_texts_logits() -> None:
     assert torch.equal(patched, model(y))
     with pytest.raises(ConfigError, match="block 1 is \\[2, 9, 64\\]; expected \\[3, 9, 64\\]"):
         run(model, x, Replace(blocks=[1], part="state", values={1: states[2][:2]}))
+
+
+@pytest.mark.parametrize("part", ["attn", "mlp", "block", "state"])
+def test_a_recording_inside_sees_the_changed_stream(part: str) -> None:
+    """And a pass inside that recording, of a reducer, is nobody's business but its own."""
+    model, x = bare(), ids()
+    one, found = Noise(blocks=[1], part=part, size=0.5), find_stream(model, {"input_ids": x})
+    clean, kept, within = run(model, x, Noise(blocks=[1], part=part, size=0.0)), KeepStream(), list[Tensor]()
+
+    class Inner(KeepStream):
+        def update(self, event: BlockEvent) -> None:
+            if event.block == 2:
+                within.append(record(model, {"input_ids": x}, found).output)
+
+    with torch.no_grad(), intervening(model, one, found):
+        plain = model(input_ids=x)
+        seen = record(model, {"input_ids": x}, found, [kept, Inner()])
+    assert not torch.allclose(plain, clean)
+    assert torch.equal(seen.output, plain)
+    assert torch.equal(model.head(model.norm(kept["resid_post", -1])), plain)
+    assert [torch.allclose(out, clean, **CLOSE) for out in within] == [True]
+    assert seen.books.continuity == 0.0
 
 
 def test_gradients_flow_through_what_is_left() -> None:

@@ -27,7 +27,7 @@ class PassTracker(FrameTracker):
     """A tracker that begins anew at every outermost module call, so that a context may hold many passes."""
 
     def __init__(self, model: nn.Module, begin: Callable[[], None], end: Callable[[], None]):
-        super().__init__(model)
+        super().__init__(model, around=True)
         self._begin, self._end = begin, end
 
     def _enter(self, module: nn.Module, args: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -38,18 +40,34 @@ class _Open(threading.local):
 _OPEN = _Open()
 
 
+@contextmanager
+def own_arithmetic() -> Generator[None]:
+    """Have no tracker that is open now take the calls inside for calls of the model that it follows."""
+    silent = list(_OPEN.trackers)
+    for tracker in silent:
+        tracker.silent += 1
+    try:
+        yield
+    finally:
+        for tracker in silent:
+            tracker.silent -= 1
+
+
 class FrameTracker:
     """Follows which module call is innermost, through PyTorch's global module hooks.
 
     The hooks are not on any module, so hook tables of the model and of other people are untouched; they are
     removed on exit, after an exception too. A pass within a pass (a reducer that records) is the inner
     tracker's alone, but where that was opened ``beside`` those already there, to follow the pass they follow
-    (two monitors of one training). Modules of a ``tp_plan`` are one call each meanwhile; see
-    `sharded_as_one_call`.
+    (two monitors of one training). One that was opened ``around`` passes to come (an intervention) follows
+    those of trackers that are opened inside it too, as long as it was in no pass itself just then. Modules of
+    a ``tp_plan`` are one call each meanwhile; see `sharded_as_one_call`.
     """
 
-    def __init__(self, model: nn.Module, *, beside: bool = False):
-        self._beside = beside
+    def __init__(self, model: nn.Module, *, beside: bool = False, around: bool = False):
+        self._beside, self._around = beside, around
+        self._busy: set[int] = set()
+        self.silent = 0
         self._names = {id(m): name.replace("._orig_mod", "") for name, m in model.named_modules()}
         # torch.compile's wrapper is no call of its own: what it wraps has the name.
         self._wrappers = {id(m) for m in model.modules() if unwrapped(m) is not m}
@@ -61,8 +79,8 @@ class FrameTracker:
 
     @property
     def current(self) -> Frame:
-        """The innermost module call, or ``outside`` before the model was called."""
-        return self._stack[-1] if self._stack else self.outside
+        """The innermost module call, or ``outside`` before the model was called and in `own_arithmetic`."""
+        return self._stack[-1] if self._stack and not self.silent else self.outside
 
     @property
     def stack(self) -> tuple[Frame, ...]:
@@ -75,7 +93,7 @@ class FrameTracker:
         for tracker in reversed(_OPEN.trackers):
             if tracker is self:
                 return False
-            if not tracker._beside:
+            if not tracker._beside and (not self._around or id(self) in tracker._busy):
                 return True
         return True
 
@@ -94,6 +112,7 @@ class FrameTracker:
             self._stack.pop()
 
     def __enter__(self) -> FrameTracker:
+        self._busy = {id(tracker) for tracker in _OPEN.trackers if tracker._stack}
         _OPEN.trackers.append(self)
         self._sharded.__enter__()
         self._handles = [

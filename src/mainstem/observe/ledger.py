@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ class Ledger:
 
     Attributes:
         labels: ``embed``, ``pos_embed``, ``0_attn_out``, ``0_mlp_out``, ..., ``bias``; in the order of
-            writing.
+            writing. ``intervention``: what was put there at the sublayers that were said to be changed.
         rows: ``[component, batch, pos, (n,) width]``: what is left at the top of each contribution.
         final: ``[batch, pos, (n,) width]``: the final state, before the final norm.
         embedded: ``[batch, pos, (n,) width]``: the ``embed`` row as it entered the first block.
@@ -101,12 +101,26 @@ def ledger(model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap) -
 
 
 def ledger_and_tail(
-    model: nn.Module, inputs: Mapping[str, Any], stream_map: StreamMap, *, keep_tail: bool = True
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    stream_map: StreamMap,
+    *,
+    keep_tail: bool = True,
+    changed: Collection[int] = (),
 ) -> tuple[Ledger, Recording]:
-    """Return the ledger of one pass and what :func:`mainstem.observe.record` would of it; see `ledger`."""
+    """Return the ledger of one pass and what :func:`mainstem.observe.record` would of it; see `ledger`.
+
+    Args:
+        model, inputs, stream_map: as for `ledger`.
+        keep_tail: keep the model's end.
+        changed: numbers of sublayers that an intervention acts at: what is left there when all rows are taken
+            off goes into the row ``intervention`` and up with the others. Rows and final state must add up
+            all the same, so whatever else is amiss shows.
+    """
     model = unwrapped(model)
     tracker = FrameTracker(model)
     recorder = LedgerRecorder(stream_map, tracker, batch_of(inputs), keep_tail=keep_tail)
+    recorder.changed = frozenset(changed)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), tracker, recorder:
         recorder.note_inputs(inputs)
         output = model(**inputs)
@@ -131,6 +145,7 @@ class LedgerRecorder(Recorder):
         self.rows: dict[str, Tensor] = {}
         self.final: Tensor | None = None
         self.embedded = torch.empty(0)
+        self.changed: frozenset[int] = frozenset()
         self._source: Tensor | None = None
 
     def on_call(self, key: CallKey) -> None:
@@ -142,8 +157,10 @@ class LedgerRecorder(Recorder):
         """Carry the rows over the join and add what was written."""
         if not self.rows:
             self._open()
-        carried = self._each(lambda row, bias: self.carry(row, site, bias)) if site.carried else {}
-        self.rows = carried or {label: torch.zeros_like(event.after) for label in self.rows}
+        if not site.carried:
+            self.rows = {label: torch.zeros_like(event.after) for label in self.rows}
+        elif not self._is_taken_whole(site):
+            self.rows = self._each(lambda row, bias: self.carry(row, site, bias))
         for write in event.writes:
             label = f"{site.block}_{write.kind}_out"
             while label in self.rows:  # a block that writes one kind twice
@@ -157,6 +174,18 @@ class LedgerRecorder(Recorder):
             path, start = site.then_path, site.join.call
             self.rows = self._each(lambda row, bias: self._walk(path, start, row, bias, end))
         self.final = self.stream_shaped(self.value(site.after)).clone()
+        if site.index in self.changed:
+            gap = self.final - torch.stack(list(self.rows.values())).sum(0)
+            self.rows["intervention"] = self.rows["intervention"] + gap if "intervention" in self.rows else gap
+
+    def _is_taken_whole(self, site: Site) -> bool:
+        """Whether what the site carries is the very state that enters it, so that every row stays."""
+        value = site.carried[0]
+        return (
+            len(site.carried) == 1
+            and value.sign > 0
+            and self.calls[value.call].given[value.slot or 0] is self.calls[site.before.call].made[0]
+        )
 
     def _each(self, step: _Step) -> dict[str, Tensor]:
         """Apply a linear step to all rows at once, and to the bias row, which takes up offsets, apart."""

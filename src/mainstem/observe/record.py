@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mainstem.errors import ConfigError, StreamNotFoundError
 from mainstem.measure.events import Batch, BlockEvent, Reducer, SublayerEvent, Write
-from mainstem.observe._frames import Frame, FrameTracker, unwrapped
+from mainstem.observe._frames import Frame, FrameTracker, own_arithmetic, unwrapped
 from mainstem.observe._frozen import Call, is_inplace, version
 from mainstem.observe._tail import Tail, TailRecorder
 from mainstem.observe._trace import CallCounter, CallKey, function_name
@@ -236,11 +236,12 @@ class Recorder(TorchFunctionMode):
         if is_inplace(func):
             self._rescue(args[0])
         self.calls[key], out = Call.run(key.function, func, args, kwargs)
-        self.on_call(key)
-        if key in self.watch.joins:
-            self._join(self.map.sites[self.watch.joins[key]])
-        if key in self.watch.thens:
-            self._then(self.map.sites[self.watch.thens[key]])
+        with own_arithmetic():
+            self.on_call(key)
+            if key in self.watch.joins:
+                self._join(self.map.sites[self.watch.joins[key]])
+            if key in self.watch.thens:
+                self._then(self.map.sites[self.watch.thens[key]])
         return out
 
     # ---- the books ----
