@@ -25,7 +25,7 @@ from mainstem.intervene import (
     intervening,
 )
 from mainstem.measure import BlockEvent
-from mainstem.observe import KeepStream, find_stream, record
+from mainstem.observe import KeepStream, find_stream, ledger_and_tail, record
 
 CLOSE: dict[str, float] = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -221,6 +221,47 @@ def test_a_recording_inside_sees_the_changed_stream(part: str) -> None:
     assert torch.equal(model.head(model.norm(kept["resid_post", -1])), plain)
     assert [torch.allclose(out, clean, **CLOSE) for out in within] == [True]
     assert seen.books.continuity == 0.0
+
+
+@pytest.mark.parametrize(
+    ("one", "sites"),
+    [
+        (Noise(blocks=[1], part="attn", size=0.5), [2]),
+        (Scale(blocks=[1], part="mlp", factor=-1.0), [3]),
+        (Zero(blocks=[1, 2], part="writes"), [2, 3, 4, 5]),
+        (Skip(blocks=[1]), [3]),
+        (Noise(blocks=[1], size=0.5), [3]),
+    ],
+)
+def test_a_ledger_inside_has_a_row_of_what_was_changed(one: Intervention, sites: list[int]) -> None:
+    """Rows: what the sublayers wrote, and what was put there instead of it, less it."""
+    model, x = bare(), ids()
+    found = find_stream(model, {"input_ids": x})
+    wrote: dict[str, Tensor] = {}
+
+    def change(block: int, where: str, before: Tensor, value: Tensor) -> Tensor:
+        wrote[f"{block}_{where}_out"] = value
+        if block not in one.blocks or where not in ({"attn", "mlp"} if one.part == "writes" else {one.part}):
+            return value
+        return one.apply(value, Place(block, where, int(where == "mlp")))
+
+    logits, states = by_hand(model, x, change)
+    with intervening(model, one, found):
+        books, seen = ledger_and_tail(model, {"input_ids": x}, found, changed=sites)
+        unsaid, _ = ledger_and_tail(model, {"input_ids": x}, found)
+    assert books.error < 1e-14
+    assert unsaid.error > 1e-3
+    torch.testing.assert_close(seen.output, logits, **CLOSE)
+    torch.testing.assert_close(books.final, states[-1], **CLOSE)
+    assert set(books.labels) - {"embed", "intervention"} == {
+        n for n in wrote if n.endswith(("attn_out", "mlp_out"))
+    }
+    rest = states[-1] - states[0]
+    for label in books.labels:
+        if label not in ("embed", "intervention"):
+            torch.testing.assert_close(books[label], wrote[label], **CLOSE)
+            rest = rest - wrote[label]
+    torch.testing.assert_close(books["intervention"], rest, **CLOSE)
 
 
 def test_gradients_flow_through_what_is_left() -> None:

@@ -176,7 +176,8 @@ class LedgerRecorder(Recorder):
         self.final = self.stream_shaped(self.value(site.after)).clone()
         if site.index in self.changed:
             gap = self.final - torch.stack(list(self.rows.values())).sum(0)
-            self.rows["intervention"] = self.rows["intervention"] + gap if "intervention" in self.rows else gap
+            known = self.rows.get("intervention")
+            self.rows["intervention"] = gap if known is None else known + gap
 
     def _is_taken_whole(self, site: Site) -> bool:
         """Whether what the site carries is the very state that enters it, so that every row stays."""
