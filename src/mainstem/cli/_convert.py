@@ -14,15 +14,21 @@ from mainstem.cli._terminal import output, stdout_kept_clean
 
 def convert(
     model: ModelArgument,
-    connection: Annotated[
-        str,
-        typer.Option(help="What to convert to: `mainstem connections`.", show_default=False, metavar="NAME"),
-    ],
     text: Annotated[
         str,
         typer.Option(help="File, folder, dataset name, or text:WORDS.", show_default=False, metavar="T"),
     ],
     out: Annotated[Path, typer.Option(help="New folder for the model.", show_default=False, metavar="DIR")],
+    connection: Annotated[
+        str | None,
+        typer.Option(help="What to convert to: `mainstem connections`.", show_default=False, metavar="NAME"),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="How an mHC is laid out: paper, deepseek_v4 or megatron.", show_default=False, metavar="NAME"
+        ),
+    ] = None,
     options: Annotated[
         list[str] | None,
         typer.Option("--set", help="Of the connection, such as num_streams=2.", metavar="KEY=VALUE"),
@@ -59,6 +65,7 @@ def convert(
     config = ConvertConfig(
         model=model,
         connection=connection,
+        layout=layout,
         text=text,
         options=parse(options or [], "--set"),
         stream_dtype=None if stream_dtype == "auto" else stream_dtype,

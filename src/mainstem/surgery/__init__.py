@@ -2,6 +2,7 @@
 
 from mainstem.surgery._folder import check_out, new_folder
 from mainstem.surgery.convert import Conversion, ConvertConfig, convert, convert_tower, save_conversion
+from mainstem.surgery.convert_layout import LAYOUTS, convert_layout
 from mainstem.surgery.convert_proof import Distance, measure_distance
 from mainstem.surgery.cut import Cut, cut
 from mainstem.surgery.diff import Diff, DiffConfig, diff, diff_models
@@ -21,6 +22,7 @@ from mainstem.surgery.planners import (
 from mainstem.surgery.save import Origin, save_pruned
 
 __all__ = [
+    "LAYOUTS",
     "PLANNERS",
     "Angular",
     "Beam",
@@ -40,6 +42,7 @@ __all__ = [
     "Single",
     "check_out",
     "convert",
+    "convert_layout",
     "convert_tower",
     "cut",
     "diff",

@@ -21,6 +21,7 @@ from mainstem.connections import SCHEMES, DepthScaledConnection, make_scheme
 from mainstem.errors import ConfigError, MainstemError
 from mainstem.sources import load_model, load_text, make_windows, quiet_transformers, require, versions
 from mainstem.surgery._folder import check_out, new_folder
+from mainstem.surgery.convert_layout import LAYOUTS, convert_layout
 from mainstem.surgery.convert_proof import Distance, measure_distance
 from mainstem.tower import Tower
 
@@ -34,8 +35,9 @@ class ConvertConfig:
 
     Attributes:
         model: as `mainstem.sources.load_model` takes it; a saved tower too.
-        connection: a name from `mainstem.connections.scheme_names`.
+        connection: a name from `mainstem.connections.scheme_names`, or None to keep a tower's own.
         options: the scheme's options; ``exact_start`` is set where the scheme offers it and none is given.
+        layout: one of `mainstem.surgery.convert_layout.LAYOUTS`, in which an mHC is saved, or None.
         stream_dtype: least dtype of the stream, ``"float32"``, or None to follow the branches.
         text: as `mainstem.sources.load_text` takes it.
         tokens, window, batch_size, first_token: as `mainstem.sources.make_windows` takes them.
@@ -46,8 +48,9 @@ class ConvertConfig:
     """
 
     model: str
-    connection: str
     text: str
+    connection: str | None = None
+    layout: str | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     stream_dtype: str | None = "float32"
     tokens: int | None = 1024
@@ -65,7 +68,14 @@ class ConvertConfig:
             raise ConfigError(f"stream dtype {self.stream_dtype!r} is not served; choose float32 or auto.")
         if not self.tolerance >= 0:
             raise ConfigError(f"the tolerance {self.tolerance} must be a logit difference of 0 or more.")
-        make_scheme(self.connection, **self.options)
+        if self.connection is not None:
+            make_scheme(self.connection, **self.options)
+        elif self.layout is None:
+            raise ConfigError("nothing to convert to: give --connection NAME, or --layout NAME for an mHC.")
+        elif self.options:
+            raise ConfigError("--set is for the options of --connection, which is not given; leave it out.")
+        if self.layout not in (None, *LAYOUTS):
+            raise ConfigError(f"no layout is called {self.layout!r}; choose one of: {', '.join(LAYOUTS)}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,9 +217,7 @@ def convert(config: ConvertConfig) -> Conversion:
     )
     is_tower = isinstance(loaded.model, MainstemForCausalLM)
     source = loaded.model.tower if is_tower else tower_from_transformers(loaded.model)
-    tower, changes = convert_tower(
-        source, config.connection, config.options, stream_dtype=config.stream_dtype
-    )
+    tower, changes = _converted(source, config)
     del source
     model = MainstemForCausalLM.from_tower(tower)
     windows = make_windows(
@@ -224,14 +232,15 @@ def convert(config: ConvertConfig) -> Conversion:
     # A difference that is nan is not within anything.
     kept = distance.max_logit_difference <= config.tolerance and math.isfinite(distance.loss_after)
     if not (kept or config.allow_change):
-        raise MainstemError(_refusal(config, distance))
+        raise MainstemError(_refusal(config, tower.config.connection, distance))
     record = {
         "schema": SCHEMA,
         "source": loaded.provenance,
         "text": windows.provenance,
-        "connection": config.connection,
+        "connection": tower.config.connection,
+        "layout": config.layout,
         "options": tower.config.to_dict()["connection_options"],
-        "stream_dtype": config.stream_dtype,
+        "stream_dtype": tower.config.stream_dtype,
         "tolerance": config.tolerance,
         "kept": kept,
         "distance": distance.to_dict(),
@@ -249,11 +258,25 @@ def convert(config: ConvertConfig) -> Conversion:
     )
 
 
-def _refusal(config: ConvertConfig, distance: Distance) -> str:
-    why = SCHEMES[config.connection].no_exact_start
+def _converted(source: Tower, config: ConvertConfig) -> tuple[Tower, dict[str, list[str]]]:
+    if config.connection is None:
+        assert config.layout is not None
+        return convert_layout(source, config.layout)
+    tower, changes = convert_tower(
+        source, config.connection, config.options, stream_dtype=config.stream_dtype
+    )
+    if config.layout is None:
+        return tower, changes
+    laid_out, moved = convert_layout(tower, config.layout)
+    return laid_out, {name: [*changes[name], *moved[name]] for name in changes}
+
+
+def _refusal(config: ConvertConfig, connection: str, distance: Distance) -> str:
+    why = SCHEMES[connection].no_exact_start
     because = f": {why[:-1]}" if why else ""
+    layout = f" in the layout {config.layout}" if config.layout else ""
     return (
-        f"{config.connection} does not keep what {config.model} computes{because}; logits move by up to "
+        f"{connection}{layout} does not keep what {config.model} computes{because}; logits move by up to "
         f"{distance.max_logit_difference:.3g} (at most {config.tolerance:g} is kept), mean KL "
         f"{distance.mean_kl:.3g} nats, loss {distance.loss_before:.3f} -> {distance.loss_after:.3f}; "
         "nothing was saved, --allow-change saves it."
