@@ -35,7 +35,7 @@ def window_that_fits(model: Any, window: int) -> int:
     Raises:
         MainstemError: it is longer than the model's positions.
     """
-    limit = _num_positions(model)
+    limit = num_positions(model)
     if limit is not None and window > limit:
         raise MainstemError(
             f"A window of {window} tokens is longer than the model's {limit} positions; use --window {limit}."
@@ -43,7 +43,8 @@ def window_that_fits(model: Any, window: int) -> int:
     return window
 
 
-def _num_positions(model: Any) -> int | None:
+def num_positions(model: Any) -> int | None:
+    """Return how many positions the model has, None where its config does not say."""
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
         if name.rpartition(".")[2] == "position_embeddings" and padding is not None:

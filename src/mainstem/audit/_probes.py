@@ -200,7 +200,7 @@ class Probes:
 
     def _gradients(self, inputs: Mapping[str, Any], stream_map: StreamMap, batch: Batch) -> GradientResult:
         reducer = StreamGradients()
-        handle = self._model.get_input_embeddings().register_forward_hook(_let_gradients_in)
+        handle = self._model.get_input_embeddings().register_forward_hook(let_gradients_in)
         try:
             with torch.enable_grad():
                 seen = recorded(self._model, inputs, stream_map, [reducer], batch=batch)
@@ -215,7 +215,7 @@ def _split(values: Tensor, batch: Batch) -> Split:
     return Split(*(float(values[m].double().mean()) for m in (batch.is_rest, batch.is_first, batch.mask)))
 
 
-def _let_gradients_in(module: Any, given: Any, out: Any) -> None:
+def let_gradients_in(module: Any, given: Any, out: Any) -> None:
     """Make the embedding's output the root of a graph where all parameters are frozen."""
     if isinstance(out, Tensor) and not out.requires_grad:
         out.requires_grad_()

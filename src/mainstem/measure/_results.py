@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any, Self
 
+import numpy as np
+
 from mainstem.errors import ConfigError
 
 
@@ -23,6 +25,8 @@ def _plain(value: Any) -> Any:
         return value.to_dict()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

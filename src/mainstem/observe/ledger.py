@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mainstem.errors import BooksError
-from mainstem.measure.events import Batch, SublayerEvent
+from mainstem.measure.events import Batch, Reducer, SublayerEvent
 from mainstem.observe._frames import FrameTracker, unwrapped
 from mainstem.observe._frozen import apply_frozen
 from mainstem.observe._trace import CallKey
@@ -106,6 +106,7 @@ def ledger_and_tail(
     stream_map: StreamMap,
     *,
     keep_tail: bool = True,
+    reducers: Sequence[Reducer] = (),
     changed: Collection[int] = (),
 ) -> tuple[Ledger, Recording]:
     """Return the ledger of one pass and what :func:`mainstem.observe.record` would of it; see `ledger`.
@@ -113,6 +114,7 @@ def ledger_and_tail(
     Args:
         model, inputs, stream_map: as for `ledger`.
         keep_tail: keep the model's end.
+        reducers: what takes the events of the same pass, as for `mainstem.observe.record`.
         changed: numbers of sublayers that an intervention acts at: what is left there when all rows are taken
             off goes into the row ``intervention`` and up with the others. Rows and final state must add up
             all the same, so whatever else is amiss shows.
@@ -120,7 +122,7 @@ def ledger_and_tail(
     model = unwrapped(model)
     tracker = FrameTracker(model)
     recorder = LedgerRecorder(stream_map, tracker, batch_of(inputs), keep_tail=keep_tail)
-    recorder.changed = frozenset(changed)
+    recorder.changed, recorder.reducers = frozenset(changed), reducers
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), tracker, recorder:
         recorder.note_inputs(inputs)
         output = model(**inputs)

@@ -15,6 +15,7 @@ from ._models import LoadedModel, load_model
 from ._packaged import PACKAGED, PACKAGED_TEXTS, TWINS, PackagedModel
 from ._stream import WindowStream
 from ._texts import TextSource, load_text
+from ._tokens import encode
 from ._windows import WindowBatch, Windows, make_windows
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Windows",
     "cache_root",
     "cached_folder",
+    "encode",
     "is_whole",
     "load_model",
     "load_text",
