@@ -102,7 +102,8 @@ function legend(root: SVGSVGElement, card: Card, top: number, width: number): nu
 
 function embed(picture: SVGSVGElement, canvas: HTMLCanvasElement): void {
   const [x = "0", y = "0", width = "0", height = "0"] = (canvas.dataset["area"] ?? "").split(" ");
-  const image = svg(null, "image", { href: canvas.toDataURL(), x, y, width, height, preserveAspectRatio: "none", style: "image-rendering:pixelated" });
+  const image = svg(null, "image", { href: canvas.toDataURL(), x, y, width, height, preserveAspectRatio: "none" });
+  image.style.imageRendering = "pixelated"; // not as an attribute, which the live page's policy refuses
   // The hatch of what has no figure lies below, axes above.
   const first = picture.querySelector("rect");
   if (first) first.after(image);

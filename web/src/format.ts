@@ -4,6 +4,9 @@ const RAISED: Readonly<Record<string, string>> = {
   "-": "⁻", "0": "⁰", "1": "¹", "2": "²", "3": "³", "4": "⁴", "5": "⁵", "6": "⁶", "7": "⁷", "8": "⁸", "9": "⁹",
 };
 
+/** What a block is called: the live page says floor. */
+export const unit = { block: "block" };
+
 function power(exponent: number): string {
   return "10" + [...String(exponent)].map((c) => RAISED[c] ?? c).join("");
 }

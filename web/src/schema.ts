@@ -84,6 +84,8 @@ export interface Tower extends Panel {
   end: Value;
   collar: "read" | "shaft";
   streams: number;
+  /** The same token without the break, from state 0: drawn beside what the broken tower does. */
+  whole?: { norm: Value[]; running: Value[] };
 }
 
 export type Chart = Lines | Grid | Bars | Tower;

@@ -157,9 +157,8 @@ class DrawnGrid implements Drawn {
         const value = chart.values[y]?.[x];
         if (value === undefined || value === null) continue;
         const says = chart.cells?.[y]?.[x] ?? label(Number(value.toPrecision(3)));
-        words(over, this.x(x), this.y(y) + 3.5, short(says, Math.floor(wide / 6.4)), {
-          "text-anchor": "middle", style: `fill:${inkOn(this.shades.colour(value))}`,
-        });
+        const written = words(over, this.x(x), this.y(y) + 3.5, short(says, Math.floor(wide / 6.4)), { "text-anchor": "middle" });
+        written.style.fill = inkOn(this.shades.colour(value)); // not as an attribute, which the live page's policy refuses
       }
     }
     root.parentElement?.append(over);

@@ -3,7 +3,7 @@
 import { median } from "d3-array";
 import { area as areaShape, line as lineShape, symbol, symbolCircle, symbolTriangle } from "d3-shape";
 import type { State } from "../fragment";
-import { reading } from "../format";
+import { reading, unit } from "../format";
 import { round, svg, words } from "../dom";
 import { domainOf, floorAt, isPlaced, onAxis, place, type Place } from "../scales";
 import type { Lines, Role, ScaleKind, Series, Value } from "../schema";
@@ -153,7 +153,7 @@ class DrawnLines implements Drawn {
 
 function placeName(chart: Lines, at: number): string {
   if (chart.x.names) return named(chart.x, at, 24);
-  return `${chart.x.states ? "state" : chart.x.floors ? "block" : chart.x.label} ${at}`;
+  return `${chart.x.states ? "state" : chart.x.floors ? unit.block : chart.x.label} ${at}`;
 }
 
 function valueAt(series: Series, at: number): Value {

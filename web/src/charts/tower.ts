@@ -8,7 +8,7 @@
 
 import { html, round, svg, words } from "../dom";
 import type { State } from "../fragment";
-import { label, reading, short, signed } from "../format";
+import { label, reading, short, signed, unit } from "../format";
 import { domainOf, floorTicks, isPlaced, place, type Place } from "../scales";
 import type { Axis, ScaleKind, Tower, Value } from "../schema";
 import type { Box, Drawn, Form, Pointed, Reading, Switch } from "./chart";
@@ -79,7 +79,7 @@ class DrawnTower implements Drawn {
       words(group, LEFT - 8, this.level(floor) + 3.5, String(floor), { "text-anchor": "end" });
       svg(group, "path", { class: "rule", d: `M${LEFT - 4} ${round(this.level(floor))}H${this.box.width}` });
     }
-    words(root, 1, 11, "block", { class: "t small" });
+    words(root, 1, 11, unit.block, { class: "t small" });
   }
 
   private drawSize(root: SVGSVGElement): void {
@@ -89,8 +89,9 @@ class DrawnTower implements Drawn {
     const middle = LEFT + (box.width - LEFT) / 2;
     const reach = (box.width - LEFT) / 2 - 44;
     const length = place(lengths(norms, kind), [0, reach], kind);
-    const shaft = place(lengths([chart.start_norm, ...chart.rooms.map((r) => r.norm)], "log"), [7, 34], "log");
+    const shaft = place(lengths([chart.start_norm, ...chart.rooms.map((r) => r.norm), ...(chart.whole?.norm ?? [])], "log"), [7, 34], "log");
     this.drawShaft(root, middle, shaft);
+    if (chart.whole) this.drawWhole(root, middle, shaft, chart.whole.norm);
     chart.rooms.forEach((room, floor) => {
       const top = this.level(floor) - this.step0 / 2 + 0.5;
       const tall = Math.max(1.5, this.step0 - 1.2);
@@ -137,6 +138,14 @@ class DrawnTower implements Drawn {
     svg(root, "path", { class: "collar", d: d.join("") });
   }
 
+  /** The outline of the shaft as it is without the break. */
+  private drawWhole(root: SVGSVGElement, middle: number, width: Place, norms: readonly Value[]): void {
+    for (const side of [-1, 1]) {
+      const edge = norms.map((v, i) => `${round(middle + side * (isPlaced(v, "log") ? width(v) : 2))},${round(this.bottom - this.step0 * i)}`);
+      svg(root, "path", { class: "whole-line", d: `M${edge.join("L")}` });
+    }
+  }
+
   private drawMeaning(root: SVGSVGElement): void {
     const { chart, box } = this;
     const split = Math.round(LEFT + (box.width - LEFT) * 0.62);
@@ -179,12 +188,17 @@ class DrawnTower implements Drawn {
   private drawLift(root: SVGSVGElement, split: number): void {
     const { chart, box } = this;
     const running: Value[] = [chart.start, ...chart.rooms.map((r) => r.running)];
-    const x = place(domainOf(plainAxis(), [...running, chart.end, 0], "linear"), [split + 10, box.width - 12], "linear");
+    const x = place(domainOf(plainAxis(), [...running, ...(chart.whole?.running ?? []), chart.end, 0], "linear"), [split + 10, box.width - 12], "linear");
     let d = "";
     running.forEach((value, i) => {
       if (isPlaced(value, "linear")) d += `${d ? "L" : "M"}${round(x(value))},${round(this.bottom - this.step0 * i)}`;
     });
     svg(root, "path", { class: "rule", d: `M${round(x(0))} ${TOP}V${this.bottom}` });
+    if (chart.whole) {
+      const at = (value: Value, i: number): string => (isPlaced(value, "linear") ? `${round(x(value))},${round(this.bottom - this.step0 * i)}` : "");
+      const ghost = chart.whole.running.map(at).filter(Boolean);
+      svg(root, "path", { class: "whole-line", d: ghost.length ? `M${ghost.join("L")}` : "" });
+    }
     svg(svg(root, "g", { class: "r-stream" }), "path", { class: "line", d });
     words(root, (split + box.width) / 2, this.bottom + 16, "sum so far", { "text-anchor": "middle" });
     if (!isPlaced(chart.end, "linear")) return;
@@ -224,7 +238,7 @@ class DrawnTower implements Drawn {
     const one = (name: string, role: string, value: Value | undefined): Reading => ({
       name, role, sample: role === "stream" ? "line" : "dots", value: room === undefined ? "" : reading(value),
     });
-    const where = room === undefined ? "" : `block ${state.floor}${room.broken ? ", broken" : ""}`;
+    const where = room === undefined ? "" : `${unit.block} ${state.floor}${room.broken ? ", broken" : ""}`;
     const readings = this.isMeaning
       ? [one("attention", "attention", room?.attention_part), one("feed-forward", "feed_forward", room?.feed_forward_part), one("sum so far", "stream", room?.running)]
       : [one("attention", "attention", room?.attention), one("feed-forward", "feed_forward", room?.feed_forward), one("stream", "stream", room?.norm)];
